@@ -20,6 +20,7 @@ from qkv_engine.config import WARM_UPS, Fit, KVConfig
 from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError
 from qkv_engine.presets import DEFAULT_KV, preset_families, resolve_kv
 
+from .log import note
 from .text import one_line
 
 if TYPE_CHECKING:
@@ -236,25 +237,6 @@ def interrupt_later() -> Iterator[None]:
         signal.raise_signal(caught[0])
 
 
-def configure_logging(args: argparse.Namespace) -> None:
-    """Send the package's log to stderr, one line a record."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_OneLineFormatter("qkv-engine: %(levelname)s: %(message)s"))
-    logger = logging.getLogger("qkv_engine")
-    logger.handlers[:] = [handler]
-    logger.propagate = False
-    logger.setLevel(logging.DEBUG if args.debug else logging.INFO if args.verbose else logging.WARNING)
-
-
-class _OneLineFormatter(logging.Formatter):
-    """Keeps a message on one line, so that nothing logged can pose as another record."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        record.levelname = record.levelname.lower()
-        record.message = one_line(record.message)
-        return super().formatMessage(record)
-
-
 def guarded(command: Callable[[], int], *, debug: bool = False) -> int:
     """Run ``command`` and turn whatever ends it into an exit code and at most one line on stderr."""
     try:
@@ -270,7 +252,7 @@ def guarded(command: Callable[[], int], *, debug: bool = False) -> int:
     except Exception as error:
         if debug:
             raise
-        print(f"qkv-engine: error: {describe_error(error)}", file=sys.stderr)
+        note(describe_error(error), logging.ERROR)
         if isinstance(error, OSError):
             _discard_stdout()
         return _exit_code(error)

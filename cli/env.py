@@ -17,8 +17,8 @@ from qkv_engine.presets import resolve_kv
 from qkv_engine.sizes import format_size, parse_size
 
 from . import common, results
+from .log import note
 from .model import read_model, weight_dtype
-from .progress import note
 
 if TYPE_CHECKING:
     import torch

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from qkv_engine.errors import ConfigError
 
 from . import common, results
+from .log import note
 from .model import check_ladders
-from .progress import note
 
 if TYPE_CHECKING:
     from qkv_engine.bench.harness import HarnessPlan, HarnessRow

@@ -11,7 +11,8 @@ from typing import Any
 from qkv_engine import __version__
 from qkv_engine.errors import QKVError
 
-from .common import add_common_arguments, configure_logging, guarded, name_options, nearest, prepare_streams
+from .common import add_common_arguments, guarded, name_options, nearest, prepare_streams
+from .log import configure_logging
 
 COMMANDS = {
     "chat": "talk with a model in the terminal",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from threading import Event, Thread
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from qkv_engine.errors import QKVError
 
-from .text import one_line
+from .log import note
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -83,12 +82,6 @@ class ProgressBar:
     def _update(self, done: float) -> None:
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=min(done, self._total))
-
-
-def note(line: str) -> None:
-    """Says ``line`` on stderr, if there is one: ``print`` would take stdout in its place."""
-    if sys.stderr is not None:
-        print(f"qkv-engine: {one_line(line)}", file=sys.stderr, flush=True)
 
 
 @contextmanager

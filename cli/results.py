@@ -13,7 +13,8 @@ from qkv_engine.bench.forms import FORMATS, SUFFIXES, format_of
 from qkv_engine.errors import ConfigError
 
 from . import common
-from .progress import ProgressBar, note, progress_bar
+from .log import note
+from .progress import ProgressBar, progress_bar
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -16,8 +16,8 @@ from qkv_engine.errors import ConfigError, QKVError, remedy_of_extra
 from qkv_engine.sizes import parse_size
 
 from . import common
+from .log import JSON, TEXT, note
 from .model import check_shape
-from .progress import note
 
 if TYPE_CHECKING:
     from qkv_engine.serve.keys import Keys
@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_batching(parser)
     _add_access(parser)
     _add_limits(parser)
+    _add_log(parser)
 
 
 def _add_batching(parser: argparse.ArgumentParser) -> None:
@@ -83,6 +84,12 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     add("--drain-timeout", type=float, metavar="S", help="seconds to finish requests after SIGTERM (default: 30)")
 
 
+def _add_log(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("log").add_argument
+    add("--log-format", choices=(TEXT, JSON), default=TEXT, help="lines, or an object a line (default: %(default)s)")
+    add("--access-log", action="store_true", help="log a line a request: method, path, status, time and id")
+
+
 def run(args: argparse.Namespace) -> int:
     """Serve as ``args`` say until a signal."""
     server = _require("qkv_engine.serve.server", "serve")
@@ -111,6 +118,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_replicas(args: argparse.Namespace, limits: Limits, keys: Keys, sites: dict[str, Any]) -> int:
     """Serve replicas on the Ray cluster of this machine, or on this machine alone, until a signal."""
+    if args.access_log:
+        raise ConfigError("replicas have no access log", field="access_log", remedy="Ray keeps its own, in its folder")
     deployment = _require("qkv_engine.cluster.deployment", "ray")
     replicas = deployment.Replicas.parse(args.replicas)
     options = common.engine_options(args) | engine_options(args)
@@ -200,7 +209,9 @@ def _is_loopback(host: str) -> bool:
 
 
 def _log_to_stderr(args: argparse.Namespace) -> None:
-    """Sends uvicorn's log the way of the engine's; a line a request with ``--verbose``."""
+    """Sends uvicorn's log the way of the engine's; a line a request with ``--access-log`` or ``--verbose``."""
+    if args.access_log:
+        logging.getLogger("qkv_engine.access").setLevel(logging.INFO)
     logger = logging.getLogger("uvicorn")
     logger.handlers[:] = logging.getLogger("qkv_engine").handlers
     logger.propagate = False

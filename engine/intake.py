@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from .errors import CapacityError, QKVError, RequestError
 from .request import RequestOutputKind, SamplingParams
+from .sampling.allowed_tokens import AllowedTokens
 from .sampling.guide import Grammars, Guide
 from .serving.submission import Submission
 from .started import Started
@@ -106,6 +107,7 @@ class Intake:
             is_streamed and checked.output_kind is not RequestOutputKind.FINAL_ONLY,
             marks.after(ids) if marks is not None and checked.separate_reasoning else None,
             self._guide(checked),
+            self._chooser(checked),
             floor=floor,
         )
 
@@ -178,6 +180,9 @@ class Intake:
         if self._grammars is None:  # two threads may make two; either will do
             self._grammars = Grammars(tokenizer, self._vocab_size, self._eos_ids)
         return self._grammars.compile(wanted, params.tenant)
+
+    def _chooser(self, params: SamplingParams) -> AllowedTokens | None:
+        return None if params.allowed_tokens is None else AllowedTokens(params.allowed_tokens, self._vocab_size)
 
     def _bad_word_ids(self, params: SamplingParams) -> list[list[int]]:
         """Token sequences of ``bad_words``; one with a token beyond the model's rows never comes up."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import sys
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +66,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             in their last bits: with 16-bit KV a seeded request may differ in a crowd.
         logit_bias: added to the logits of up to 1,024 token ids, each in [-100, 100].
         allowed_token_ids: the only tokens that may be sampled; None for all.
+        allowed_tokens: a function that names the only tokens that may come next, or None for all. It gets a list of the
+            output's token ids so far, in the engine's thread: all requests wait for it, it may be called again with the
+            same ids, and must not call the engine. The next step waits for this request's tokens, as with
+            ``structured_outputs``. An error in it ends the request.
         bad_words: strings that are never completed, at most 256.
+        no_repeat_ngram_size: tokens of a run that may not occur twice in prompt and output together, up to 64; 0 for no
+            such rule.
         structured_outputs: ``StructuredOutputs``, such as a JSON schema that the text meets; None for any text.
 
     When it stops
@@ -120,7 +127,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool = False
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
+    allowed_tokens: Callable[[list[int]], Collection[int] | None] | None = None
     bad_words: list[str] | None = None
+    no_repeat_ngram_size: int = 0
     structured_outputs: StructuredOutputs | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -174,6 +183,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True, gc=False):
         delta_token_ids: output tokens since the previous output of the stream.
         reasoning: thinking that the model marked in a conversation, without the marks; None where there was none.
         reasoning_delta: reasoning since the previous output of the stream.
+        num_reasoning_tokens: output tokens of all the reasoning so far, its marks included.
         cumulative_logprob: sum of the output tokens' log-probabilities; None unless ``logprobs`` were asked for.
         logprobs: for each output token a dict from token ids to ``Logprob``; None unless asked for.
         finish_reason: "stop", "length", "abort" or "error"; None while it runs.
@@ -187,6 +197,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True, gc=False):
     delta_token_ids: list[int] = []
     reasoning: str | None = None
     reasoning_delta: str = ""
+    num_reasoning_tokens: int = 0
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None

@@ -20,6 +20,7 @@ MAX_STOP_STRINGS, MAX_STOP_CHARS = 16, 256
 MAX_STOP_IDS = 1024  # each is looked at while ``min_tokens`` holds
 MAX_BIASES = 1024  # are copied to the device in every step
 MAX_BAD_WORDS = 256
+MAX_NGRAM = 64  # tokens that are compared at once
 MAX_LOGPROBS = 20
 MAX_CHOICES = 256
 MAX_GRAMMAR_CHARS = 1 << 16  # of a schema, expression or grammar, compiled in the caller's thread
@@ -55,6 +56,7 @@ BOUNDS = {
     "min_tokens": Bound(int, 0, 2**31 - 1),
     "logprobs": Bound(int, 0, MAX_LOGPROBS, optional=True),
     "prompt_logprobs": Bound(int, 0, MAX_LOGPROBS, optional=True),
+    "no_repeat_ngram_size": Bound(int, 0, MAX_NGRAM),
     "num_prefill_tokens": Bound(int, 1, 2**31 - 1, optional=True),
 }
 BIAS_BOUNDS = Bound(float, -100, 100)
@@ -102,7 +104,8 @@ def validate_params(params: object, *, vocab_size: int) -> SamplingParams:
     fields["structured_outputs"] = None if structured is None else _structured(structured)
     for name, limit in (("stop_token_ids", MAX_STOP_IDS), ("allowed_token_ids", vocab_size)):
         ids = getattr(params, name)
-        fields[name] = None if ids is None else list(dict.fromkeys(_token_ids(name, ids, vocab_size, limit)))
+        fields[name] = None if ids is None else list(dict.fromkeys(check_ids(name, ids, vocab_size, limit)))
+    fields["allowed_tokens"] = _function(params.allowed_tokens)
     wanted = params.prompt_logprob_ids
     fields["prompt_logprob_ids"] = None if wanted is None else _prompt_logprob_ids(wanted, vocab_size)
     checked = SamplingParams(**fields)
@@ -122,6 +125,13 @@ def _output_kind(value: object) -> RequestOutputKind:
         return RequestOutputKind(value)
     remedy = f"Choose from {', '.join(RequestOutputKind)}"
     raise RequestError("unknown", field="output_kind", value=value, remedy=remedy)
+
+
+def _function(value: Any) -> Any:
+    if value is not None and not callable(value):
+        remedy = "Give a function of a list of ids, or allowed_token_ids"
+        raise RequestError("is no function", field="allowed_tokens", value=value, remedy=remedy)
+    return value
 
 
 def check_name(name: str, value: object, *, may_be_empty: bool = True) -> str:
@@ -232,8 +242,8 @@ def _strings(name: str, value: object, limit: int) -> list[str]:
     return texts
 
 
-def _token_ids(name: str, value: object, vocab_size: int, limit: int | None = None) -> list[int]:
-    """``value`` as a list of at most ``limit`` ids, each an int in [0, vocab_size)."""
+def check_ids(name: str, value: object, vocab_size: int, limit: int | None = None) -> list[int]:
+    """``value`` as a list of at most ``limit`` ids, each an int in [0, vocab_size). Raises RequestError."""
     if not isinstance(value, list | tuple):
         raise RequestError("must be a list of token ids", field=name, value=value)
     if limit is not None and len(value) > limit:
@@ -259,14 +269,14 @@ def _prompt_logprob_ids(value: object, vocab_size: int) -> list[list[int]]:
     name = "prompt_logprob_ids"
     if not isinstance(value, list | tuple):
         raise RequestError("must be a list of lists of token ids", field=name, value=value)
-    return [_token_ids(name, ids, vocab_size, MAX_LOGPROBS) for ids in value]
+    return [check_ids(name, ids, vocab_size, MAX_LOGPROBS) for ids in value]
 
 
 def _bias(value: object, vocab_size: int) -> dict[int, float]:
     if not isinstance(value, dict):
         raise RequestError("must map token ids to numbers", field="logit_bias", value=value)
     biases = list(dict.items(value))
-    ids = _token_ids("logit_bias", [token_id for token_id, _ in biases], vocab_size, MAX_BIASES)
+    ids = check_ids("logit_bias", [token_id for token_id, _ in biases], vocab_size, MAX_BIASES)
     numbers = [_number("logit_bias", bias, BIAS_BOUNDS) or 0.0 for _, bias in biases]
     return dict(zip(ids, numbers, strict=True))
 
@@ -278,7 +288,7 @@ def validate_prompt_ids(ids: object, vocab_size: int, limit: int) -> list[int]:
     """
     if isinstance(ids, list | tuple) and len(ids) > limit:
         raise _too_long(len(ids), limit + 1)
-    checked = _token_ids("prompt_token_ids", ids, vocab_size)
+    checked = check_ids("prompt_token_ids", ids, vocab_size)
     if not checked:
         raise RequestError("the prompt is empty", field="prompt_token_ids", value=[], remedy="Give at least one token")
     return checked

@@ -70,6 +70,9 @@ class _Envelope:
                 "cached_tokens": kv.num_cached,
                 "cached_tokens_by_rung": kv.cached_by_rung,
             },
+            "completion_tokens_details": {
+                "reasoning_tokens": sum(c.num_reasoning_tokens for output in outputs for c in output.outputs)
+            },
             "kv_bits": kv.bits,
             "kv_blocks": kv.blocks,
         }
@@ -101,7 +104,7 @@ class ChatAnswer(_Envelope):
 
     def part(self, number: int, delta: CompletionOutput) -> JsonObject | None:
         text, calls = self._take_calls(delta)
-        new = {"content": text, "reasoning_content": delta.reasoning, "tool_calls": calls}
+        new = {"content": text, **_reasoning(delta), "tool_calls": calls}
         new = {name: value for name, value in new.items() if value}
         if not new and delta.finish_reason is None and delta.logprobs is None and not self._with_ids:
             return None
@@ -111,7 +114,7 @@ class ChatAnswer(_Envelope):
         text, calls = self._take_calls(delta)
         message: JsonObject = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
         if delta.reasoning:
-            message["reasoning_content"] = delta.reasoning
+            message |= _reasoning(delta)
         if calls:
             message["tool_calls"] = [{key: call[key] for key in call if key != "index"} for call in calls]
         return self._with_delta(delta, {"message": message})
@@ -136,6 +139,11 @@ class ChatAnswer(_Envelope):
 
     def _choice(self, index: int, content: JsonObject, logprobs: Any, finish: str | None, stop: Any) -> JsonObject:
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish, "stop_reason": stop}
+
+
+def _reasoning(delta: CompletionOutput) -> JsonObject:
+    """The reasoning by both its names: DeepSeek's, and the one that vLLM and others have now."""
+    return {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning}
 
 
 class CompletionAnswer(_Envelope):

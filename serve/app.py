@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Collection, Sequence
 from typing import Any
 from uuid import uuid4
@@ -21,12 +22,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from qkv_engine import Engine, __version__
 from qkv_engine.text.tokenizer import Tokenizer
 
+from .access_log import log_answer
 from .admin import admin_routes
 from .answers import ChatAnswer, CompletionAnswer
 from .bodies import ChatBody, CompletionBody, DetokenizeBody, JsonObject, TokenizeBody, read_body
 from .dialects.messages import messages_routes
 from .dialects.response_store import ResponseStore
 from .dialects.responses import responses_routes
+from .elsewhere import path_error
 from .errors import ApiError, ClientGoneError, as_api_error, error_response
 from .events import ChunkWriter
 from .frontend import Frontend
@@ -34,10 +37,11 @@ from .generate import GenerationRequest, frontend_of, generate, json_response
 from .hosts import Hosts
 from .keys import Keys, authorization_of
 from .limits import Limits
+from .openapi import openapi_route
 from .page import page_routes
 from .tools import for_template
 
-HEALTH, READY = "/health", "/ready"
+LIVE, READY = ("/health", "/live"), ("/ready", "/ping")  # probes: of the process, and of who may be sent requests
 MAX_ID_CHARS = 128  # of a client's own name for its request
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 CLIENT_GONE = 499  # nginx's status for it, in the log alone
@@ -65,7 +69,9 @@ def make_app(
     pages, hosts = page_routes() if page else [], Hosts(allow_hosts)
     dialects = [*responses_routes(ResponseStore(frontend.limits.response_memory)), *messages_routes()]
     guarded = admin_routes(admin_key)  # by a key of their own
-    open_paths = {HEALTH, READY, *(route.path for route in (*pages, *guarded))}
+    routes = [*_ROUTES, *dialects, *guarded]
+    routes = [*routes, openapi_route(routes), *pages]
+    open_paths = {*LIVE, *READY, *(route.path for route in (*pages, *guarded))}
     middleware = [Middleware(Gate, frontend=frontend, keys=keys, hosts=hosts, open_paths=open_paths)]
     if allow_origins:
         cors = Middleware(
@@ -76,11 +82,7 @@ def make_app(
             expose_headers=["x-request-id", "retry-after"],
         )
         middleware.insert(0, cors)  # first: a browser asks without a key whether it may send one
-    app = Starlette(
-        routes=[*_ROUTES, *dialects, *guarded, *pages],
-        middleware=middleware,
-        exception_handlers={HTTPException: _refuse},
-    )
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: _refuse})
     app.state.frontend = frontend
     return app
 
@@ -88,7 +90,7 @@ def make_app(
 class Gate:
     """Checks the key of every request, names it in ``x-request-id``, and puts every error into its dialect's shape.
 
-    A name that the client gives in that header is kept. Once the server stops, all but ``HEALTH`` is refused.
+    A name that the client gives in that header is kept. Once the server stops, all but ``LIVE`` is refused.
     ``open_paths`` need no key. Without keys the name is checked by which the server was called.
     """
 
@@ -102,12 +104,12 @@ class Gate:
         request = Request(scope, receive)
         request.state.own_id = uuid4().hex
         request.state.id = _client_id(request) or request.state.own_id
-        has_begun = False
+        began_at, status = time.monotonic(), 0  # of the answer, once it has begun
 
         async def send_named(message: Message) -> None:
-            nonlocal has_begun
+            nonlocal status
             if message["type"] == "http.response.start":
-                has_begun = True
+                status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request.state.id.encode())]
                 self._frontend.metrics.note_response(message["status"])
             await send(message)
@@ -118,12 +120,14 @@ class Gate:
         except ClientGoneError:
             await Response(status_code=CLIENT_GONE)(scope, receive, send_named)
         except (Exception, asyncio.CancelledError) as error:
-            if has_begun:
+            if status:
                 raise
             await error_response(as_api_error(error, request.state.id), scope)(scope, receive, send_named)
+        finally:
+            log_answer(scope, status, began_at, request.state.id)
 
     def _admit(self, request: Request) -> None:
-        if self._frontend.is_stopping and request.scope["path"] != HEALTH:
+        if self._frontend.is_stopping and request.scope["path"] not in LIVE:
             message, headers = "the server is stopping", {"connection": "close"}
             raise ApiError(503, message, code="server_stopping", headers=headers)
         if not self._keys:
@@ -143,7 +147,7 @@ def _client_id(request: Request) -> str | None:
 
 
 async def chat_completions(request: Request) -> Response:
-    """``POST /v1/chat/completions``."""
+    """``POST /v1/chat/completions``: the answer to a conversation."""
     frontend = frontend_of(request)
     body, load = await read_body(request, ChatBody, frontend)
     answer_id = f"chatcmpl-{request.state.own_id}"
@@ -159,7 +163,7 @@ async def chat_completions(request: Request) -> Response:
 
 
 async def completions(request: Request) -> Response:
-    """``POST /v1/completions``."""
+    """``POST /v1/completions``: texts that go on from prompts."""
     frontend = frontend_of(request)
     body, load = await read_body(request, CompletionBody, frontend)
     answer_id = f"cmpl-{request.state.own_id}"
@@ -171,13 +175,13 @@ async def completions(request: Request) -> Response:
 
 
 async def models(request: Request) -> Response:
-    """``GET /v1/models``."""
+    """``GET /v1/models``: the model, once for each of its names."""
     frontend = frontend_of(request)
     return json_response({"object": "list", "data": [_card(frontend, name) for name in frontend.names]})
 
 
 async def model(request: Request) -> Response:
-    """``GET /v1/models/NAME``."""
+    """``GET /v1/models/NAME``: the model, if it has that name."""
     frontend = frontend_of(request)
     frontend.check_model(name := request.path_params["name"])
     return json_response(_card(frontend, name))
@@ -221,8 +225,20 @@ async def detokenize(request: Request) -> Response:
     return json_response({"prompt": text})
 
 
-async def health(request: Request) -> Response:
-    """``GET /health``, and ``GET /ready``, which the gate refuses while it stops: 503 once the engine has stopped."""
+async def tokenizer_info(request: Request) -> Response:
+    """``GET /tokenizer_info``: special tokens and chat template, in vLLM's form."""
+    frontend = frontend_of(request)
+    return json_response({**frontend.tokenizer.info, "model_max_length": frontend.engine.max_model_len})
+
+
+async def live(request: Request) -> Response:
+    """``GET /live``: 200, or 503 once the engine has stopped."""
+    frontend_of(request).engine.describe()  # raises then
+    return Response()
+
+
+async def ready(request: Request) -> Response:
+    """``GET /ready``: 200, or 503 once the engine has stopped; the gate makes it 503 while the server stops."""
     frontend_of(request).engine.describe()  # raises then
     return Response()
 
@@ -233,7 +249,7 @@ async def version(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """``GET /metrics`` for Prometheus."""
+    """``GET /metrics``: figures for Prometheus."""
     _check_operator(request)
     return Response(await frontend_of(request).render_metrics(), headers={"content-type": METRICS_TYPE})
 
@@ -256,22 +272,10 @@ def _check_operator(request: Request) -> None:
 async def _refuse(request: Request, error: Exception) -> Response:
     """The error of a path that is not there, or has other methods."""
     assert isinstance(error, HTTPException)
-    path = request.scope["path"]
-    message = _ELSEWHERE.get(path.rstrip("/"))
-    message = message or f"{error.detail}: {request.method} {path[:80]}"
-    return error_response(ApiError(error.status_code, message, headers=error.headers), request.scope)
+    found = path_error(error.status_code, error.detail, request.method, request.scope["path"], error.headers)
+    return error_response(found, request.scope)
 
 
-# Paths of other servers with these interfaces, and what to do here.
-_ELSEWHERE = {
-    "/v1/responses/compact": "this server compacts nothing; send fewer items to /v1/responses",
-    "/v1/responses/input_tokens": "this server counts the tokens of a conversation at /tokenize",
-    "/v1/conversations": "this server keeps no conversations; send previous_response_id to /v1/responses",
-    "/v1/messages/batches": "this server takes no batches; send the messages to /v1/messages, many at once",
-    "/v1/embeddings": "this server makes no embeddings; it has /v1/chat/completions and /v1/completions",
-    "/v1/rerank": "this server ranks nothing; it has /v1/chat/completions and /v1/completions",
-    "/rerank": "this server ranks nothing; it has /v1/chat/completions and /v1/completions",
-}
 _ROUTES = [
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
@@ -279,8 +283,9 @@ _ROUTES = [
     Route("/v1/models/{name:path}", model),
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),
-    Route(HEALTH, health),
-    Route(READY, health),
+    Route("/tokenizer_info", tokenizer_info),
+    *(Route(path, live) for path in LIVE),
+    *(Route(path, ready) for path in READY),
     Route("/version", version),
     Route("/metrics", metrics),
     Route("/stats", stats),

@@ -86,6 +86,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: Ids | None = None
+    no_repeat_ngram_size: int | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     structured_outputs: StructuredOutputs | None = None

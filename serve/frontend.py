@@ -115,10 +115,11 @@ class Frontend:
     async def with_tokenizer(self, load: Load, function: Callable[[Tokenizer], T]) -> T:
         """The result of ``function`` on the tokenizer, in a thread. Raises ``RequestError`` for a bare shape."""
         with self.seats.held(load.tenant):
-            return await self.threads.run(load, lambda: function(self._tokenizer))
+            return await self.threads.run(load, lambda: function(self.tokenizer))
 
     @property
-    def _tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises ``RequestError`` for a bare shape."""
         found = self.engine.tokenizer
         if found is None:
             raise RequestError("this model has no tokenizer", remedy="Give token ids to /v1/completions")

@@ -52,7 +52,11 @@ def completion_logprobs(
 
 
 def _top(entry: Entry) -> dict[str, float]:
-    return {_text(other): other.logprob for _, other in _likeliest(entry)}
+    """Log-probabilities by text; of tokens with equal texts, such as parts of characters, that of the likeliest."""
+    found: dict[str, float] = {}
+    for _, other in _likeliest(entry):
+        found.setdefault(_text(other), other.logprob)
+    return found
 
 
 def _likeliest(entry: Entry) -> list[tuple[int, Logprob]]:

@@ -40,6 +40,7 @@ class Server:
             ws="none",
             lifespan="off",
             log_config=None,
+            access_log=False,  # the application keeps its own
             proxy_headers=False,
             server_header=False,
             backlog=BACKLOG,

@@ -114,6 +114,7 @@ def test_options_are_options(page: Path):
     files = [*SOURCES, ROOT / "Makefile", ROOT / "docs/command_line.md"]  # the page is made from the parsers
     known = {word for path in files for word in re.findall(r"--[a-z][\w-]+", path.read_text())}
     foreign = {"--head", "--query-gpu", "--loop-ms", "--build-arg", "--gpus", "--rm"}  # of ray, nvidia-smi and docker
+    foreign |= {"--model", "--model_args"}  # of lm_eval
     assert not set(re.findall(r"(?<![\w-])--[a-z][\w-]+", page.read_text())) - known - foreign
 
 

@@ -1,7 +1,7 @@
 """Sampling of tokens from logits on any device. It does not decide when a request stops.
 
-Order of operations (vLLM's): log-probabilities of the raw logits; masks (allowed_token_ids, bad_words,
-min_tokens) and logit_bias; penalties; temperature; min_p; top_k; top_p; draw.
+Order of operations (vLLM's): log-probabilities of the raw logits; masks (allowed_token_ids, allowed_tokens,
+bad_words, no_repeat_ngram_size, min_tokens) and logit_bias; penalties; temperature; min_p; top_k; top_p; draw.
 
 A draw reads one number that is a hash of (seed, position), and walks the cumulative weights in order of token id.
 Weights are integers, so their sums are exact: a request's tokens depend on its own logits, seed and position alone,
@@ -102,6 +102,6 @@ def _failed(fault: int) -> SampledToken:
     else:
         error = RequestError(
             "no token is left to sample",
-            remedy="Relax allowed_token_ids, bad_words or min_tokens: together they mask every token",
+            remedy="Relax allowed_token_ids, bad_words, min_tokens and the like: together they mask every token",
         )
     return SampledToken(-1, error=error)

@@ -12,7 +12,9 @@ import torch
 from qkv_engine.kernels.sample import pack_settings
 
 from ..request import SamplingParams
+from .allowed_tokens import AllowedTokens
 from .guide import Guide, as_array, indices
+from .ngrams import Ngrams
 
 
 class TokenCounts:
@@ -54,6 +56,7 @@ class SampleRow:
     stop_ids: Sequence[int] = ()
     bad_word_ids: Sequence[Sequence[int]] = ()
     guide: Guide | None = None  # of structured outputs
+    chooser: AllowedTokens | None = None
     num_in_flight: int = 0  # sampled tokens that ``token_ids`` does not have yet; 0 with ``needs_tokens``
     settings: bytes = field(init=False)
     penalties: bytes = field(init=False)  # repetition, frequency, presence, whether only allowed tokens stay
@@ -63,7 +66,9 @@ class SampleRow:
     _stops: array[int] = field(init=False)  # ``stop_ids``, each once
     _bad_tokens: array[int] = field(init=False)  # bad words of one token
     _bad_words: dict[int, list[tuple[list[int], int]]] = field(init=False)  # others, by the last token but one
+    _ngrams: Ngrams | None = field(init=False)  # where none may occur twice
     counts: TokenCounts | None = field(init=False)  # where there are penalties
+    is_guided: bool = field(init=False)  # ``follow_guide`` comes before each token
     is_edited: bool = field(init=False)
     is_plain: bool = field(init=False)  # greedy with nothing else to do
     needs_tokens: bool = field(init=False)  # its edits depend on the values of all tokens before
@@ -75,9 +80,10 @@ class SampleRow:
         self.counts = TokenCounts() if penalties != (1.0, 0.0, 0.0) else None
         self._fix(params.allowed_token_ids)
         self._guide_bans = array("i")
-        self.is_edited = bool(
-            self.counts or self.fixed_ids or params.min_tokens or self.bad_word_ids or self.guide is not None
-        )
+        self._ngrams = Ngrams(params.no_repeat_ngram_size) if params.no_repeat_ngram_size else None
+        self.is_guided = self.guide is not None or self.chooser is not None
+        follows = self.counts is not None or self._ngrams is not None or self.is_guided
+        self.is_edited = bool(follows or self.fixed_ids or params.min_tokens or self.bad_word_ids)
         self.is_plain = params.is_greedy and not self.is_edited and params.logprobs is None
         self._stops = array("i", dict.fromkeys(self.stop_ids)) if params.min_tokens else array("i")
         self._bad_tokens = array("i", {word[0]: None for word in self.bad_word_ids if len(word) == 1})
@@ -85,7 +91,7 @@ class SampleRow:
         for *prefix, last in self.bad_word_ids:
             if prefix:
                 self._bad_words.setdefault(prefix[-1], []).append((prefix, last))
-        self.needs_tokens = self.counts is not None or bool(self._bad_words) or self.guide is not None
+        self.needs_tokens = follows or bool(self._bad_words)
 
     @property
     def position(self) -> int:
@@ -93,9 +99,17 @@ class SampleRow:
         return len(self.token_ids) + self.num_in_flight - self.num_prompt_tokens
 
     def follow_guide(self) -> None:
-        """Allows in this step what the guide does: by the tokens that may come, or the others if these are fewer."""
-        mask = None if self.guide is None else self.guide.allowed(self.token_ids, self.num_prompt_tokens)
-        params, self._guide_bans = self.params, array("i")
+        """Allows in this step what guide and chooser do: by the tokens that may come, or the guide's others if fewer.
+
+        Raises ``RequestError`` where one of them fails.
+        """
+        guide, chooser, params = self.guide, self.chooser, self.params
+        mask = None if guide is None else guide.allowed(self.token_ids, self.num_prompt_tokens)
+        chosen = None if chooser is None else chooser.after(self.token_ids[self.num_prompt_tokens :])
+        self._guide_bans = array("i")
+        if chosen is not None:
+            self._fix(_common(chosen, params.allowed_token_ids, mask))
+            return
         self._fix(params.allowed_token_ids)
         if mask is None:
             return
@@ -112,10 +126,10 @@ class SampleRow:
     def _fix(self, allowed: Sequence[int] | None) -> None:
         """Sets the biases; with ``allowed`` tokens these alone stay."""
         biases = self.params.logit_bias or {}
-        if allowed:
+        if allowed is not None:
             biases = {token_id: biases.get(token_id, 0.0) for token_id in allowed}
         self.fixed_ids, self.fixed_biases = array("i", biases), array("f", biases.values())
-        self.penalties = self._pack(is_limited=bool(allowed))
+        self.penalties = self._pack(is_limited=allowed is not None)
 
     def _pack(self, *, is_limited: bool) -> bytes:
         params = self.params
@@ -126,8 +140,20 @@ class SampleRow:
         """Tokens that may not come next, some perhaps twice."""
         banned = self._bad_tokens + self._stops if self.position < self.params.min_tokens else self._bad_tokens[:]
         banned += self._guide_bans
+        if self._ngrams is not None:
+            banned.extend(self._ngrams.last_tokens(self.token_ids))
         if self._bad_words and self.position > 0:
             for prefix, last in self._bad_words.get(self.token_ids[-1], ()):
                 if len(prefix) <= self.position and self.token_ids[-len(prefix) :] == prefix:
                     banned.append(last)
         return banned
+
+
+def _common(chosen: list[int], allowed: Sequence[int] | None, mask: torch.Tensor | None) -> list[int]:
+    """Those of ``chosen`` that a request's other rules allow, too."""
+    if allowed is not None:
+        known = set(allowed)
+        chosen = [token_id for token_id in chosen if token_id in known]
+    if mask is not None:
+        chosen = [token_id for token_id, may_come in zip(chosen, mask[chosen].tolist(), strict=True) if may_come]
+    return chosen

@@ -44,7 +44,7 @@ class SampleTables(msgspec.Struct, frozen=True, gc=False):
         if all(row.is_plain for row in rows):
             return None
         for row in rows:
-            if row.guide is not None:
+            if row.is_guided:
                 row.follow_guide()
         columns: list[Sequence[Piece]] = []
         is_drawn = not all(row.params.is_greedy for row in rows)

@@ -22,6 +22,7 @@ from ..request import (
     RequestStatus,
     SamplingParams,
 )
+from ..sampling.allowed_tokens import AllowedTokens
 from ..sampling.guide import Guide
 from ..sampling.sample_row import SampleRow
 from ..text.reasoning import OutputText, ReasoningMarks
@@ -83,7 +84,10 @@ class Completion:
             finish_reason=None if request.finish_reason is None else str(request.finish_reason),
             stop_reason=request.stop_reason,
         )
-        pieces, thoughts = ([], None) if output_text is None else (output_text.pieces, output_text.thoughts)
+        pieces, thoughts = list[str](), None
+        if output_text is not None:
+            pieces, thoughts = output_text.pieces, output_text.thoughts
+            output.num_reasoning_tokens = output_text.num_reasoning_tokens
         length = OutputLength(request.num_output_tokens, len(pieces), len(thoughts or ()))
         return CompletionReport(output, request, self.logprobs, pieces, thoughts, length)
 
@@ -103,6 +107,7 @@ class Submission:
     floor: int = field(kw_only=True)  # the narrowest rung that ``params`` allow, by its index
     marks: ReasoningMarks | None = None  # set if reasoning is kept apart from the answer
     guide: Guide | None = None  # of structured outputs
+    chooser: AllowedTokens | None = None
     stream: OutputStream = field(default_factory=OutputStream)
     completions: list[Completion] = field(default_factory=list)
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(arrival_time=time.monotonic()))
@@ -171,7 +176,14 @@ class Submission:
         stop_ids = [*eos_ids, *(self.params.stop_token_ids or ())]
         guide = None if self.guide is None else self.guide.begin(self.marks)
         return SampleRow(
-            self.params, request.seed, request.token_ids, request.num_prompt_tokens, stop_ids, self.bad_word_ids, guide
+            self.params,
+            request.seed,
+            request.token_ids,
+            request.num_prompt_tokens,
+            stop_ids,
+            self.bad_word_ids,
+            guide,
+            self.chooser,
         )
 
     def ends(self, eos_ids: Collection[int]) -> dict[int, int | None]:

@@ -46,9 +46,13 @@ class OutputText:
 
     Text is kept in ``pieces`` and ``thoughts``, the pieces of the reasoning, to which tokens add at the end alone: a
     long text is joined by its reader and not after every token. None is empty; ``thoughts`` is None without reasoning.
+    ``num_reasoning_tokens`` are those of the reasoning, its marks included.
     """
 
-    __slots__ = ("_is_open", "_make", "_mark", "_marks", "_num_pending", "_stops", "_stream", "pieces", "thoughts")
+    __slots__ = (
+        *("_is_open", "_make", "_mark", "_marks", "_num_pending", "_stops", "_stream"),
+        *("num_reasoning_tokens", "pieces", "thoughts"),
+    )
 
     def __init__(
         self,
@@ -61,6 +65,7 @@ class OutputText:
         self.pieces: list[str] = []
         self.thoughts: list[str] | None = None
         self._make, self._stops, self._marks, self._num_pending = make, stops, marks, min_tokens
+        self.num_reasoning_tokens = 0
         self._mark: int | None = None  # the token that ends the part; None once the answer has begun, and without marks
         self._begin(is_open=marks is not None and marks.is_open)
 
@@ -81,6 +86,7 @@ class OutputText:
 
     def push(self, token_id: int) -> None:
         """Adds the text that ``token_id`` makes certain."""
+        self.num_reasoning_tokens += self._is_open or (token_id == self._mark)
         if token_id == self._mark:
             self._add(self._stream.finish())
             self._begin(is_open=not self._is_open)

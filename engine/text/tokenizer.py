@@ -46,6 +46,7 @@ class Tokenizer:
         special = {i: token for i, token in backend.get_added_tokens_decoder().items() if token.special}
         self.special_ids = frozenset(special)
         self._marks = SpecialMarks(token.content for token in special.values())
+        self.info = _info(config, self._special_tokens, [token.content for token in special.values()], chat_template)
         backend.no_truncation()
         backend.no_padding()
         self._set_sequence_tokens(config)
@@ -238,6 +239,17 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     found = {name: config.get(name) for name in SPECIAL_NAMES}
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str) and text}
+
+
+def _info(
+    config: Mapping[str, Any], named: Mapping[str, str], special: Sequence[str], chat_template: str | None
+) -> dict[str, Any]:
+    """What tokenizer_config.json tells, as transformers names it, for programs that tokenize elsewhere."""
+    others = [text for text in special if text not in named.values()]
+    found = {"tokenizer_class": config.get("tokenizer_class") or "PreTrainedTokenizerFast", **named}
+    found |= {name: config[name] for name in ("add_bos_token", "add_eos_token") if name in config}
+    found |= {"additional_special_tokens": others}
+    return found if chat_template is None else {**found, "chat_template": chat_template}
 
 
 def _missing_remedy(path: Path) -> str:

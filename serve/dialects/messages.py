@@ -19,12 +19,12 @@ from .messages_body import NAMES, read_count, read_messages
 def messages_routes() -> list[Route]:
     """The routes of the dialect."""
     return [
-        Route(MESSAGES, create, methods=["POST"]),
+        Route(MESSAGES, answer, methods=["POST"]),
         Route(f"{MESSAGES}/count_tokens", count_tokens, methods=["POST"]),
     ]
 
 
-async def create(request: Request) -> Response:
+async def answer(request: Request) -> Response:
     """``POST /v1/messages``."""
     frontend = frontend_of(request)
     asked, load = await read_with(request, read_messages, frontend)

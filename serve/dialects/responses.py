@@ -20,7 +20,7 @@ from .responses_body import NAMES, read_responses
 def responses_routes(store: ResponseStore) -> list[Route]:
     """The routes of the dialect, whose responses are kept in ``store``."""
 
-    async def create(request: Request) -> Response:
+    async def answer(request: Request) -> Response:
         """``POST /v1/responses``."""
         frontend = frontend_of(request)
         asked, load = await read_with(request, read_responses, frontend)
@@ -61,7 +61,7 @@ def responses_routes(store: ResponseStore) -> list[Route]:
 
     one = f"{RESPONSES}/{{response_id}}"
     return [
-        Route(RESPONSES, create, methods=["POST"]),
+        Route(RESPONSES, answer, methods=["POST"]),
         Route(one, retrieve, methods=["GET"]),
         Route(one, delete, methods=["DELETE"]),
     ]

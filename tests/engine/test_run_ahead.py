@@ -110,7 +110,7 @@ def make_load(started: Started, seed: int, number: int) -> list[Submission]:
     for i in range(number):
         ids = [rng.randrange(5, 1000) for _ in range(rng.choice((1, 5, 60, 127, 160)))]
         ids = head + ids if rng.random() < 0.2 else ids
-        params = make_params(rng)
+        params = replace(make_params(rng), no_repeat_ngram_size=3 if i % 8 == 0 else 0)
         words = started.tokenizer.bad_word_ids(params.bad_words) if params.bad_words else []
         is_streamed = rng.random() < 0.5
         load.append(

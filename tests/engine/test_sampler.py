@@ -60,6 +60,12 @@ def as_float32(value: float) -> float:
     return float(array("f", [value])[0])
 
 
+def repeating(tokens: list[int], size: int) -> set[int]:
+    """The tokens that would repeat a run of ``size`` tokens."""
+    runs = [tokens[i : i + size] for i in range(len(tokens) - size + 1)] if size else []
+    return {run[-1] for run in runs if run[:-1] == tokens[len(tokens) - size + 1 :]}
+
+
 def reference_edit(logits: list[float], row: SampleRow) -> list[float]:
     params, output = row.params, row.token_ids[row.num_prompt_tokens :]
     f32 = as_float32
@@ -73,6 +79,8 @@ def reference_edit(logits: list[float], row: SampleRow) -> list[float]:
     if len(output) < params.min_tokens:
         for i in row.stop_ids:
             x[i] = -math.inf
+    for i in repeating(row.token_ids, params.no_repeat_ngram_size):
+        x[i] = -math.inf
     for i, bias in (params.logit_bias or {}).items():
         x[i] = f32(x[i] + f32(bias))
     repetition = f32(params.repetition_penalty)
@@ -127,6 +135,7 @@ def random_params(rng: random.Random, vocab_size: int) -> SamplingParams:
         min_tokens=pick(0, 1, 4),
         logit_bias=pick(None, {i: rng.uniform(-3, 3) for i in ids(3)}, {ids(1)[0]: 100.0}),
         allowed_token_ids=pick(None, ids(1), ids(5)),
+        no_repeat_ngram_size=pick(0, 1, 2, 3),
         logprobs=pick(None, 0, 3),
     )
 

@@ -62,6 +62,8 @@ ACCEPTED = [
     {"logit_bias": {}},
     {"bad_words": ["x", "y z"]},
     {"detokenize": False},
+    {"no_repeat_ngram_size": 64},
+    {"allowed_tokens": len},
 ]
 REFUSED = [
     ("n", 0), ("n", 65), ("n", True), ("n", 1.0), ("n", None), ("n", "1"),
@@ -87,6 +89,8 @@ REFUSED = [
     ("logit_bias", {VOCAB: 1.0}), ("logit_bias", {1: 100.1}), ("logit_bias", {1: math.nan}), ("logit_bias", {"1": 1}),
     ("logit_bias", {True: 1.0}), ("logit_bias", [1]), ("logit_bias", {1: True}),
     ("bad_words", [""]), ("bad_words", "x"), ("bad_words", ["x"] * 257), ("bad_words", [None]),
+    ("no_repeat_ngram_size", -1), ("no_repeat_ngram_size", 65), ("no_repeat_ngram_size", 2.0),
+    ("no_repeat_ngram_size", None), ("allowed_tokens", [1]), ("allowed_tokens", 0),
     ("ignore_eos", 1), ("skip_special_tokens", None), ("detokenize", "yes"), ("include_stop_str_in_output", 0),
 ]  # fmt: skip
 

@@ -119,7 +119,7 @@ def sampling() -> None:
     sample(logits)
     for k, p in ((0, 1.0), (20, 0.9), (4000, 0.99)):
         sample(logits, sample_cases.on("cuda", sample_cases.table_of([(k, p)] * 3)))
-    assert not sample_cases.edits(1, "cuda")
+    assert not sample_cases.edits(1, "cuda") and not sample_cases.rules("cuda")
 
 
 def block_tables() -> None:

@@ -15,6 +15,10 @@ from torch import Tensor
 
 from qkv_engine.kernels.sample import UNSEEN, Edits, Settings, edit_reference, pack_settings, sample_reference
 from qkv_engine.kernels.sample import triton as kernels
+from qkv_engine.request import SamplingParams
+from qkv_engine.sampling.allowed_tokens import AllowedTokens
+from qkv_engine.sampling.sample_row import SampleRow
+from qkv_engine.sampling.sample_tables import SampleTables
 
 from .interpreted import report
 
@@ -216,6 +220,36 @@ def foreign_tokens(device: str = "cpu") -> float:
     return float(wrong)
 
 
+def rules(device: str = "cpu") -> float:
+    """Logits that requests' own rules leave wrongly, beside what the rules say in plain words."""
+    wrong, vocab_size, tokens = 0, 300, [5, 6, 7, 5, 6, 7, 5]
+    functions = {"to_7": lambda output: [7], "no_rule": lambda output: None, "first": lambda output: {output[0], 299}}
+    asked: list[tuple[dict[str, Any], Callable[[list[int]], Any] | None, Callable[[int], bool]]] = [
+        ({}, None, lambda token: True),
+        ({"no_repeat_ngram_size": 1}, None, lambda token: token not in (5, 6, 7)),
+        ({"no_repeat_ngram_size": 3}, None, lambda token: token != 6),
+        ({}, functions["to_7"], lambda token: token == 7),
+        ({"no_repeat_ngram_size": 2}, functions["no_rule"], lambda token: token != 6),
+        ({"allowed_token_ids": [6, 7, 8]}, functions["first"], lambda token: token == 7),
+        ({"logit_bias": {299: 3.0}, "no_repeat_ngram_size": 4}, functions["first"], lambda token: token in (7, 299)),
+    ]
+    rows = [
+        SampleRow(SamplingParams(**fields), 0, tokens, 2, chooser=function and AllowedTokens(function, vocab_size))
+        for fields, function, _ in asked
+    ]
+    logits = torch.randn(len(rows), vocab_size, generator=torch.Generator().manual_seed(4))
+    tables = SampleTables.pack(rows)
+    assert tables is not None
+    _, table = tables.on(torch.device(device))
+    assert table is not None
+    for found in (edit_reference(on(device, logits), table)[0], kernels.edit_triton(on(device, logits), table)[0]):
+        for i, (fields, _, may_come) in enumerate(asked):
+            biases = fields.get("logit_bias", {})
+            expected = [x + biases.get(j, 0) if may_come(j) else -math.inf for j, x in enumerate(logits[i].tolist())]
+            wrong += int((found[i].cpu() != torch.tensor(expected)).sum())
+    return float(wrong)
+
+
 cases = {
     "small": fuzz(SIZES, 2048, 5, 16, 20),
     "narrow lists": fuzz([130, 1000], 16, 4, 16, 10),
@@ -226,6 +260,7 @@ cases = {
     "edges": edges,
     "edits": lambda: sum(map(edits, range(12))),
     "foreign tokens": foreign_tokens,
+    "rules": rules,
 }
 
 if __name__ == "__main__":

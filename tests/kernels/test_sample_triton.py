@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 def test_sample_cases() -> None:
     figures = run_cases(Path(__file__).with_name("sample_cases.py"))
-    assert len(figures) == 9
+    assert len(figures) == 10
     assert not {name: figure for name, figure in figures.items() if figure != 0.0}
 
 

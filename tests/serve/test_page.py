@@ -51,7 +51,8 @@ def test_the_commands_run(port: str):
     printed = [subprocess.run(["bash", "-e", "-c", code], capture_output=True, text=True) for code in clients]
     assert [done.returncode for done in printed] == [0] * len(clients), printed
     assert '"content":"4042"' in printed[0].stdout and "data: [DONE]" in printed[0].stdout
-    assert 'qkv:kv_free_bytes{model_name="demo"}' in printed[1].stdout
+    assert '"token_logprobs":[null,-' in printed[1].stdout
+    assert 'qkv:kv_free_bytes{model_name="demo"}' in printed[2].stdout
 
 
 def test_the_programs_run(port: str):

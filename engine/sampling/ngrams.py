@@ -1,0 +1,43 @@
+"""Runs of tokens that a request has had, for ``no_repeat_ngram_size``."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection
+
+WORD = array("i").itemsize
+
+
+class Ngrams:
+    """The runs of ``size`` tokens in one request, prompt and output; only grows, like the request.
+
+    ``_followers`` has the last tokens of runs by those before them, as bytes: a long prompt has as many keys as tokens,
+    nearly all with one follower, and Python's garbage collector would look at every tuple and set.
+    """
+
+    __slots__ = ("_followers", "_num_before", "_num_seen")
+
+    def __init__(self, size: int):
+        self._num_before = size - 1
+        self._num_seen = 0
+        self._followers: dict[bytes, int | set[int]] = {}
+
+    def last_tokens(self, token_ids: list[int]) -> Collection[int]:
+        """The tokens that would make the last ones a run there has been; ``token_ids`` only grow between calls."""
+        before = self._num_before
+        if len(token_ids) < before:
+            return ()
+        first = max(self._num_seen, before)  # the end of the first new run
+        words = array("i", token_ids[first - before :]).tobytes()
+        for start, token_id in enumerate(token_ids[first:]):
+            self._add(words[WORD * start : WORD * (start + before)], token_id)
+        self._num_seen = len(token_ids)
+        found = self._followers.get(words[len(words) - WORD * before :], ())
+        return (found,) if isinstance(found, int) else found
+
+    def _add(self, key: bytes, token_id: int) -> None:
+        known = self._followers.setdefault(key, token_id)
+        if isinstance(known, set):
+            known.add(token_id)
+        elif known != token_id:
+            self._followers[key] = {known, token_id}

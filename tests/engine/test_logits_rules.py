@@ -1,0 +1,167 @@
+"""Rules about the next token that need those before: runs that may not repeat, and a caller's own function."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import NoRepeatNGramLogitsProcessor
+
+from qkv_engine import Engine, RequestError, SamplingParams, StructuredOutputs
+from qkv_engine.device.sampler import sample_tokens
+from qkv_engine.sampling.allowed_tokens import AllowedTokens
+from qkv_engine.sampling.ngrams import Ngrams
+from qkv_engine.sampling.sample_row import SampleRow
+from qkv_engine.sampling.sample_tables import SampleTables
+
+GREEDY = {"temperature": 0.0}
+
+
+def runs(tokens: list[int], size: int) -> list[tuple[int, ...]]:
+    return [tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_runs_are_those_of_transformers(size: int):
+    """One index that grows with its request, beside the processor that looks at all tokens each time."""
+    rng = random.Random(size)
+    processor = NoRepeatNGramLogitsProcessor(size)
+    for _ in range(30):
+        tokens, index = [rng.randrange(4) for _ in range(rng.randrange(1, 6))], Ngrams(size)
+        for _ in range(20):
+            scores = processor(torch.tensor([tokens]), torch.zeros(1, 6))[0]
+            assert set(index.last_tokens(tokens)) == set((scores == -torch.inf).nonzero()[:, 0].tolist())
+            tokens += [rng.randrange(4) for _ in range(rng.randrange(3))]
+
+
+def test_no_run_occurs_twice(demo_engine: Engine):
+    plain, ruled = demo_engine.generate(
+        ["Hello, hello, hello"] * 2,
+        [demo_engine.params(**GREEDY, max_tokens=200, ignore_eos=True, no_repeat_ngram_size=size) for size in (0, 3)],
+    )
+    for output, is_ruled in ((plain, False), (ruled, True)):
+        prompt, found = output.prompt_token_ids, [*output.prompt_token_ids, *output.token_ids]
+        new = runs(found, 3)[max(len(prompt) - 2, 0) :]
+        assert (len({*new} - {*runs(prompt, 3)}) == len(new)) is is_ruled
+    assert plain.token_ids[:1] == ruled.token_ids[:1] or runs(plain.prompt_token_ids, 3)
+
+
+def test_a_run_that_repeats_is_the_same_before_and_after_a_restart(demo_engine: Engine):
+    params = demo_engine.params(**GREEDY, max_tokens=60, ignore_eos=True, no_repeat_ngram_size=2)
+    whole = demo_engine.generate("one two one two", params)[0].token_ids
+    stream = demo_engine.stream("one two one two", params)
+    for _ in range(20):
+        next(stream)
+    demo_engine._loop.call(demo_engine._started.core.recover)
+    *_, last = stream
+    assert last.token_ids == whole
+
+
+@pytest.fixture
+def digits(demo_engine: Engine) -> list[int]:
+    return [demo_engine.tokenizer.encode(str(digit))[0] for digit in range(10)]
+
+
+def test_a_function_names_the_tokens_that_may_come(demo_engine: Engine, digits: list[int]):
+    seen: list[list[int]] = []
+
+    def allowed(output: list[int]) -> Any:
+        seen.append(output)
+        kinds = [{digits[1], digits[2]}, (digits[3],), [digits[4]] * 2, range(digits[5], digits[5] + 1), None]
+        return kinds[len(output)] if len(output) < 5 else frozenset(digits)
+
+    output = demo_engine.generate("Hello", demo_engine.params(allowed_tokens=allowed, max_tokens=8))[0]
+    assert output.token_ids[0] in digits[1:3] and output.token_ids[1:4] == digits[3:6]
+    assert set(output.token_ids[5:]) <= set(digits)
+    assert seen == [output.token_ids[:number] for number in range(8)]
+
+
+def test_each_completion_is_asked_about_its_own_tokens(demo_engine: Engine, digits: list[int]):
+    def up(output: list[int]) -> list[int]:
+        start = digits.index(output[-1]) + 1 if output else 0
+        return digits[start : start + 2]
+
+    options = {"n": 5, "temperature": 2.0, "seed": 1, "max_tokens": 4}
+    params = demo_engine.params(**options)
+    free, ruled = demo_engine.generate(["Hello"] * 2, [params, demo_engine.params(**options, allowed_tokens=up)])
+    assert len({tuple(each.token_ids) for each in ruled.outputs}) > 1
+    for each in ruled.outputs:
+        assert each.token_ids == sorted(each.token_ids, key=digits.index) and len({*each.token_ids}) == 4
+    assert free.outputs[0].token_ids == demo_engine.generate("Hello", params)[0].outputs[0].token_ids
+
+
+def test_a_function_holds_beside_masks_and_a_form(demo_engine: Engine, digits: list[int]):
+    options = {"max_tokens": 6, "temperature": 3.0, "allowed_tokens": lambda output: digits[:4]}
+    masked = demo_engine.params(**options, allowed_token_ids=digits[2:6])
+    formed = demo_engine.params(**options, structured_outputs=StructuredOutputs(regex="[2-9]{5}"))
+    free = demo_engine.params(max_tokens=6, allowed_tokens=lambda output: None)
+    one, two, three = demo_engine.generate(["Hello"] * 3, [masked, formed, free])
+    assert set(one.token_ids) <= set(digits[2:4])
+    assert (two.error is None and set(two.text) <= set("23")) or "no token is left" in str(two.error)
+    assert three.token_ids == demo_engine.generate("Hello", demo_engine.params(max_tokens=6))[0].token_ids
+
+
+def leave(output: list[int]) -> None:
+    sys.exit(3)
+
+
+def endless(output: list[int]) -> Iterator[int]:
+    while True:
+        yield 1
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda output: 1 // 0, "ZeroDivisionError"),
+        (leave, "SystemExit"),
+        (lambda: [1], "TypeError"),
+        (lambda output: [], "allows no token"),
+        (lambda output: set(), "allows no token"),
+        (lambda output: [-1], "no such token"),
+        (lambda output: [1 << 40], "no such token"),
+        (lambda output: ["a"], "plain ints"),
+        (lambda output: "abc", "must be a list"),
+        (lambda output: 5, "must be a list"),
+        (endless, "must be a list"),
+        (lambda output: range(1 << 60), "OverflowError|MemoryError|ids"),
+    ],
+)
+def test_a_function_that_fails_ends_its_request_alone(demo_engine: Engine, function: Any, words: str):
+    params = [demo_engine.params(max_tokens=8), demo_engine.params(max_tokens=8, allowed_tokens=function)]
+    plain, failed = demo_engine.generate(["Hello", "Hello"], params)
+    assert failed.finish_reason == "error" and failed.error_field == "allowed_tokens"
+    assert failed.error.startswith("allowed_tokens") and any(word in failed.error for word in words.split("|"))
+    assert plain.token_ids == demo_engine.generate("Hello", params[0])[0].token_ids
+
+
+def test_what_is_no_function_is_refused(demo_engine: Engine):
+    for wrong in ([1, 2], 5, "x"):
+        with pytest.raises(RequestError, match="allowed_token_ids") as caught:
+            demo_engine.params(allowed_tokens=wrong)
+        assert caught.value.field == "allowed_tokens"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_with_rules_leave_their_neighbours_alone(temperature: float):
+    """On the device of the machine, so with a GPU by its kernels."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(2)).to(device)
+    chooser = AllowedTokens(lambda output: [output[-1] + 1, 499], 500)
+
+    def row(number: int, **rules: Any) -> SampleRow:
+        options = rules.pop("chooser", None)
+        return SampleRow(SamplingParams(temperature=temperature, **rules), number, [5, 6, 5], 1, chooser=options)
+
+    def drawn(rows: list[SampleRow], first: int = 0) -> list[int]:
+        return sample_tokens(logits[first : first + len(rows)], SampleTables.pack(rows)).wait().token_ids
+
+    best = drawn([row(0)])[0]
+    for rules in ({"no_repeat_ngram_size": 1}, {"no_repeat_ngram_size": 2}):
+        found = drawn([row(0, **rules), row(1, chooser=chooser), row(2)])
+        assert found[1] in (6, 499) and found[0] not in ({5, 6} if rules["no_repeat_ngram_size"] == 1 else {6})
+        assert found[2] == drawn([row(2)], 2)[0] and (temperature or found[0] == best)
