@@ -130,7 +130,8 @@ class Pressure:
             return False
         spare = self._num_lacking(request)
         while fetching.has_next and self._make_room_to_fetch(request, fetching, spare):
-            fetching.fetch()
+            if not fetching.fetch():
+                break
         fetching.end()
         return fetching.is_under_way
 

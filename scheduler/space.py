@@ -55,8 +55,8 @@ class FetchLike(Protocol):
         """The room that the next piece lacks then."""
         ...
 
-    def fetch(self) -> None:
-        """Has the next piece fetched, for which there is room."""
+    def fetch(self) -> bool:
+        """Has the next piece fetched, for which there is room; ``False`` if it was given up meanwhile."""
         ...
 
     def end(self) -> None: ...

@@ -56,9 +56,7 @@ class Fetching:
         """Whether there is a piece more that may be copied beside the next step."""
         if not self._missing:
             return False
-        _, piece, copies = missing = self._missing[0]
-        is_kept = all(self._traffic.tier.is_kept(piece, copy) for copy in copies)
-        return is_kept and self._traffic.may_copy(missing.nbytes)
+        return self._is_kept(self._missing[0]) and self._traffic.may_copy(self._missing[0].nbytes)
 
     def has_room(self, spare: int) -> bool:
         """Whether the next piece has room beside the first block of its request, and ``spare`` ones."""
@@ -68,8 +66,10 @@ class Fetching:
         """The room that the next piece lacks then."""
         return Shortage(self._tables, self._wanted(spare) + self._sizes())
 
-    def fetch(self) -> None:
-        """Has the next piece fetched, for which there is room."""
+    def fetch(self) -> bool:
+        """Has the next piece fetched, for which there is room; ``False`` if the host gave it up for what made room."""
+        if not self._is_kept(self._missing[0]):
+            return False
         number, piece, copies = missing = self._missing.popleft()
         for copy in copies:
             block = self._tables.store.new_idle_block(self._tables.groups[copy.group], copy.rung)
@@ -77,11 +77,15 @@ class Fetching:
         self._traffic.count(missing.nbytes)
         self._request.num_fetched_pieces = number + 1
         self.is_under_way = True
+        return True
 
     def end(self) -> None:
         """Lets go of the blocks beside the pieces; those that are idle are the most recently used ones then."""
         for block in reversed(self._held):
             self._tables.store.drop(block)
+
+    def _is_kept(self, missing: Missing) -> bool:
+        return all(self._traffic.tier.is_kept(missing.piece, copy) for copy in missing.copies)
 
     def _sizes(self) -> Counter[int]:
         return Counter(copy.slot.nbytes for copy in self._missing[0].copies)

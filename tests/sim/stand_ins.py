@@ -22,6 +22,8 @@ def spy_scheduler(simulation: Simulation, base: Any) -> type:
     class SpyScheduler(base):  # type: ignore[misc]
         def schedule(self) -> Any:
             simulation.before_schedule()
+            if simulation.options.host_nbytes:
+                self.copy_nbytes = simulation.draw_copy_nbytes()
             limited = self.pace is not None and any(request.decodes for request in self.running)
             batch = super().schedule()
             require(not limited or batch.num_chunk_tokens <= self.pace.chunk_tokens, "chunks are over the limit")
