@@ -28,6 +28,7 @@ class Hosted:
         self.under_way: set[Any] = set()  # those that wait for blocks in this step
         self._fetched: dict[Any, set[tuple[bytes, int]]] = {}  # what came for each while it waits
         self._offered: dict[Any, int] = {}  # idle blocks that could be written ahead, and since when they are idle
+        self.sources: dict[Any, Any] = {}  # the block that each copy is of
         self._parents: dict[bytes, bytes] = {}  # of pieces, by key, when blocks left last
         self._budget: int | None = None
         self._noted = 0  # bytes beside this step
@@ -294,7 +295,7 @@ class Watched:
         require(found == (space.memory.packed(wanted) <= space.memory.limit()), f"room for a piece: {found}")
         space.needy, space.wanted, space.short = self._request, wanted, not found
         name = f"{self._request.request_id} {len(self._fetching._missing)}"
-        space.asked[name] = 2 * len(options.groups) + spare
+        space.asked[name] = len(wanted)
         return found
 
     def fetch(self) -> bool:
@@ -328,6 +329,7 @@ def check_tier(space: SpySpace) -> list[Any]:
     require(all(slot.alive for slot in slots), "a copy has a slot that was freed")
     require(sum(slot.nbytes for slot in slots) == arena.used_nbytes <= arena.nbytes, "bytes of host memory are lost")
     require(all(slot in tier._busy for slot in tier._leaving), "a slot is kept for nobody")
+    space.hosted.sources.update((copy, copy.source) for copy in tier._unsure)
     places = {piece.key: place for place, piece in enumerate(pieces)}
     for place, piece in enumerate(pieces):
         require(tier._pieces[piece.key] is piece and any(piece.blocks), "a piece without copies is kept")
@@ -357,4 +359,34 @@ def check_copies(simulation: Simulation) -> None:
             record = device.host._at(copy.slot.address, copy.slot.nbytes)
             require(record.path[-1] == copy.rung and record.group == copy.group, "a copy has other bytes")
             require(record.count == len(piece.tokens), "a copy is not full")
-            require(not record.spoilt or copy.source in doubtful, "bad values are kept")
+            source = simulation.space.hosted.sources[copy]
+            require(not record.spoilt or source in doubtful, "bad values are kept")
+
+
+def note_fetched(simulation: Simulation) -> None:
+    """Notes that who is filled from a copy of values that nobody knows to be bad has such values, too."""
+    hosted, unknown = simulation.space.hosted, simulation.model.unknown
+    fetches = () if hosted.tier is None else hosted.tier._fetches.values()
+    unknown.update(fetch.block for fetch in fetches if hosted.sources[fetch.copy] in unknown)
+
+
+def spoil_moved(simulation: Simulation) -> set[Any]:
+    """Has a block that steps down turn out bad now and then, wherever it goes in the same command."""
+    options, rng = simulation.options, simulation.rng
+    if not options.host_nbytes or rng.random() >= options.bad_blocks:
+        return set()
+    moves = [move for wave in simulation.space.tables.store.waves[:1] for move in wave if move.old != move.new]
+    if not moves:
+        return set()
+    move = rng.choice(moves)
+    simulation.device._at(move.src, options.groups[move.block.group].size(move.old)).spoilt = True
+    simulation.model.unknown.add(move.block)
+    return {move.block}
+
+
+def draw_copy_nbytes(simulation: Simulation) -> int | None:
+    """Bytes that may be copied beside the next step; None: any number."""
+    options, rng = simulation.options, simulation.rng
+    if not options.host_nbytes or rng.random() >= options.copies:
+        return None
+    return rng.randrange(4 * options.sizes[0])

@@ -22,7 +22,7 @@ from .broken import Broken, require
 from .code import Code, load
 from .device import Device, mix
 from .host import Host
-from .hosted import check_copies
+from .hosted import check_copies, note_fetched, spoil_moved
 from .invariants import check_batch, check_books, check_queues, check_room
 from .model import Fault, Model
 from .options import OPEN_END_BLOCKS, Options, draw
@@ -290,12 +290,6 @@ class Simulation:
         self._first = (running.first, running.first.num_preemptions) if running else None
         self.space.begin_schedule()
 
-    def draw_copy_nbytes(self) -> int | None:
-        """Bytes that may be copied beside the next step; None: any number."""
-        if self.rng.random() >= self.options.copies:
-            return None
-        return self.rng.randrange(4 * self.options.sizes[0])
-
     def scheduled(self, batch: Any) -> None:
         self.space.check_relieved()
         self.counts["hit"] += sum(item.start == item.request.num_cached_tokens > 0 for item in batch.items)
@@ -317,8 +311,9 @@ class Simulation:
         if self.rng.random() < self.options.evacuations:
             while self.space.tables.store._evacuate():
                 self.event("evacuate")
-        bad = self._spoil_moved() if self.options.host_nbytes and self.rng.random() < self.options.bad_blocks else set()
+        bad = spoil_moved(self)
         moves = self.device.apply(self.space.tables.store)
+        note_fetched(self)
         self.counts["demotion"] += sum(move.old != move.new for move in moves)
         self.counts["copy"] += sum(move.old == move.new for move in moves)
         self.counts["mined"] += sum(move.mining is not None for move in moves)
@@ -330,16 +325,6 @@ class Simulation:
                 bad.add(self.rng.choice(blocks))
                 self.model.spoil(bad)
         return bad
-
-    def _spoil_moved(self) -> set[Any]:
-        """Has a block that steps down turn out bad, wherever it goes in the same command."""
-        moves = [move for wave in self.space.tables.store.waves[:1] for move in wave if move.old != move.new]
-        if not moves:
-            return set()
-        move = self.rng.choice(moves)
-        self.device._at(move.src, self.options.groups[move.block.group].size(move.old)).spoilt = True
-        self.model.unknown.add(move.block)
-        return {move.block}
 
     def about_to_emit(self, request: Request) -> None:
         """Notes the next token of ``request``, all of whose tokens are computed; the core need not report it."""
