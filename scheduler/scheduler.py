@@ -266,7 +266,8 @@ class Scheduler:
             request.request_id, request.num_computed_tokens, parked, free, self.space.free_blocks(),
         )  # fmt: skip
         self._over_quota.discard(request.params.tenant)
-        request.num_computed_tokens = request.num_fetched_pieces = 0
+        request.num_computed_tokens = 0
+        request.num_fetched_pieces = 0
         request.num_preemptions += 1
         request.status = RequestStatus.WAITING
         self.num_preemptions += 1

@@ -62,7 +62,8 @@ class PrefixCache:
         self._of_block: dict[Block, Entry] = {}
         self._children: dict[bytes, int] = {}
         self.idle = IdleBlocks(groups, self._entries, self._children, self._of_block)
-        tables.store.on_lone, tables.store.host = self.idle.fell_idle, host
+        tables.store.on_lone = self.idle.fell_idle
+        tables.store.host = host
         self.host = None if host is None else HostTraffic(self, tables, host)
         self._published: dict[str, tuple[int, bytes]] = {}  # request -> blocks filed, key of the last
         self.reset_counters()

@@ -191,7 +191,7 @@ CASES = {
     ),
     "host": Case(
         with_host, range(11_000, 11_024), range(11_100, 11_600),
-        (*KINDS, "out", "written", "fetched", "parked"),
+        (*(kind for kind in KINDS if kind != "refused"), "out", "written", "fetched", "parked"),
     ),
     "priorities": Case(with_priorities, range(7100, 7110), range(7200, 7500)),
 }  # fmt: skip

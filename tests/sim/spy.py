@@ -311,6 +311,7 @@ class SpySpace(Relief):
         bound += self._num_urgent() + self.num_shrunk
         for blocks in self.asked.values():
             bound += (blocks * dense + (num_rungs + 2) * slab) // least + 8 * (num_rungs - 1)
-        if any(slab // a == slab // b for group in groups for a, b in pairwise(group.sizes[1:])):
+        none = any(slab // b * a <= slab for group in groups for a, b in pairwise(group.sizes[:2]))
+        if none or any(slab // a == slab // b for group in groups for a, b in pairwise(group.sizes[1:])):
             bound += len(self.tables.store.live_blocks()) * num_rungs  # steps between such sizes win no slab
         require(self.demoted <= bound, f"{self.demoted} blocks stepped down in one step, at most {bound} had to")
