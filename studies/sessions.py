@@ -17,7 +17,9 @@ from typing import NamedTuple
 from qkv_engine.bench.report import number
 from qkv_engine.bench.table import Table
 from qkv_engine.kv.block import Block
+from qkv_engine.kv.host_tier import HostTier
 from qkv_engine.kv.manager import KVManager
+from qkv_engine.kv.moves import take_moves
 from qkv_engine.kv.prefix import PrefixCache
 from qkv_engine.kv.slabs import make_tables
 from qkv_engine.kv.spec import GroupSpec, KVSpec, RequestSlot, RungSize
@@ -87,6 +89,9 @@ class SessionsRow:
     given_up: int
     preemptions: int
     steps: int
+    out_nbytes: int = 0
+    written_nbytes: int = 0
+    fetched_nbytes: int = 0
 
 
 class GivesUp(KVManager):
@@ -96,7 +101,13 @@ class GivesUp(KVManager):
         return []
 
 
-POLICIES: dict[str, type[KVManager]] = {"given up whole": GivesUp, "stepped down first": KVManager}
+POLICIES: dict[str, type[KVManager]] = {
+    "given up whole": GivesUp,
+    "stepped down first": KVManager,
+    "copied to the host at last": KVManager,
+}
+HOSTED = "copied to the host at last"
+HOST_MEMORY = 4  # times KV memory
 
 
 @dataclass
@@ -125,7 +136,9 @@ class Run:
         load, self.rng = self.load, random.Random(self.seed)
         spec = make_spec(load.window)
         tables = make_tables(spec, round(load.memory_for * sum(dense_nbytes(g, load.longest) for g in spec.groups)))
-        self.space = POLICIES[self.policy](tables, PrefixCache(tables, "model"))
+        arena = tables.arena
+        self.tier = HostTier(spec, HOST_MEMORY * arena.nbytes, arena.slab_nbytes) if self.policy == HOSTED else None
+        self.space = POLICIES[self.policy](tables, PrefixCache(tables, "model", self.tier))
         self.scheduler = Scheduler(self.space, max_num_seqs=64, max_num_batched_tokens=BUDGET)
         self.asked: dict[str, Conversation] = {}  # by request, while it is answered
         self.step = 0
@@ -156,7 +169,7 @@ class Run:
             load.name, load.memory_for, self.policy, found["prompt"], found["known"], found["hit"],
             found["recomputed"], {rung.name: self.rungs[rung.name] for rung in RUNGS}, mean,
             store.num_demotions.total(), store.num_idle_demotions.total(), found["given up"],
-            self.scheduler.num_preemptions, self.step,
+            self.scheduler.num_preemptions, self.step, *(self.tier.stats()[3:6] if self.tier else (0, 0, 0)),
         )  # fmt: skip
 
     def _submit(self) -> None:
@@ -181,8 +194,8 @@ class Run:
         cached = len(self.space.prefix) if self.space.prefix else 0
         batch = self.scheduler.schedule()
         self.found["given up"] += max(0, cached - (len(self.space.prefix) if self.space.prefix else 0))
-        self.space.tables.store.take_fresh()
-        self.space.tables.store.waves.clear()
+        take_moves(self.space.tables)
+        self.space.confirm(self.space.num_commands)
         for request in batch.started:
             self._note_start(request)
         for item in batch.items:
@@ -241,7 +254,7 @@ def sessions_table(rows: Sequence[SessionsRow]) -> Table:
     """A line a load and policy."""
     headers = [
         "load", "memory for", "idle blocks are", "known", "found", "recomputed", "bits found", "demotions",
-        "of idle blocks", "given up", "preempted",
+        "of idle blocks", "given up", "preempted", "GiB out", "ahead", "fetched",
     ]  # fmt: skip
     cells = [
         [
@@ -249,6 +262,7 @@ def sessions_table(rows: Sequence[SessionsRow]) -> Table:
             *(number(value, 0) for value in (row.known, row.hits, row.recomputed)),
             number(row.mean_hit_bits, 1),
             *(number(value, 0) for value in (row.demotions, row.idle_demotions, row.given_up, row.preemptions)),
+            *(number(value / 2**30, 1) for value in (row.out_nbytes, row.written_nbytes, row.fetched_nbytes)),
         ]
         for row in rows
     ]

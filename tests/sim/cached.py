@@ -108,14 +108,14 @@ class Cached:
         params, options = request.params, self.options
         if self._prefix is None or params.prompt_logprobs is not None or params.num_prefill_tokens is not None:
             return [[] for _ in options.groups]
-        cached, ends = self.blocks(), self._ends(request.num_tokens - 1)
-        keys = self._keys(request, ends)
+        cached, ends = self.blocks(), self.ends(request.num_tokens - 1)
+        keys = self.keys(request, ends)
         for number in range(len(keys), 0, -1):
             found = [
-                [cached.get((keys[piece], index)) for piece in self._pieces(group, ends[number - 1], number)]
+                [cached.get((keys[piece], index)) for piece in self.pieces(group, ends[number - 1], number)]
                 for index, group in enumerate(options.groups)
             ]
-            if all(self._serves(group, found[i], request, ends[number - 1]) for i, group in enumerate(options.groups)):
+            if all(self.serves(group, found[i], request, ends[number - 1]) for i, group in enumerate(options.groups)):
                 return found
         return [[] for _ in options.groups]
 
@@ -126,8 +126,8 @@ class Cached:
         """
         if self._prefix is None or request.params.num_prefill_tokens is not None:
             return
-        ends, cached, sink = self._ends(num_tokens), self.blocks(), int(self.options.sink > 0)
-        for piece, key in enumerate(self._keys(request, ends)):
+        ends, cached, sink = self.ends(num_tokens), self.blocks(), int(self.options.sink > 0)
+        for piece, key in enumerate(self.keys(request, ends)):
             for index, table in enumerate(tables if piece >= start else ()):
                 number = piece - sink - table.first
                 own = table.blocks[number] if 0 <= number < len(table.blocks) else None
@@ -137,13 +137,13 @@ class Cached:
                     is_worth = filed is own or filed.refs > 1 or filed.rung < own.rung
                     require(is_worth, "an idle block is kept though one as wide came")
 
-    def _ends(self, num_tokens: int) -> list[int]:
+    def ends(self, num_tokens: int) -> list[int]:
         """The tokens behind the pieces within the first ``num_tokens``."""
         sink, block = self.options.sink, self.options.block
         ends = [sink] * (sink > 0) + list(range(sink + block, num_tokens + 1, block))
         return [end for end in ends if end <= num_tokens]
 
-    def _keys(self, request: Any, ends: list[int]) -> list[bytes]:
+    def keys(self, request: Any, ends: list[int]) -> list[bytes]:
         """Keys of the pieces of a request that end at ``ends``."""
         keys, key = list[bytes](), self._prefix._root(request.params.cache_salt)
         for start, end in pairwise([0, *ends]):
@@ -151,12 +151,12 @@ class Cached:
             keys.append(key)
         return keys
 
-    def _pieces(self, group: Group, end: int, number: int) -> list[int]:
+    def pieces(self, group: Group, end: int, number: int) -> list[int]:
         """Those of the first ``number`` pieces, which end at token ``end``, that the next token sees."""
         sink = int(group.sink > 0)
         return [0] * group.sees_sink(end) + list(range(sink + group.num_passed(end), number))
 
-    def _serves(self, group: Group, blocks: list[Any], request: Any, end: int) -> bool:
+    def serves(self, group: Group, blocks: list[Any], request: Any, end: int) -> bool:
         """Whether blocks are there, on the request's floor or above, and dense where the request is counted so."""
         if any(block is None for block in blocks):
             return False

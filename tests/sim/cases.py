@@ -123,6 +123,18 @@ def with_resizes(options: Options) -> Options:
     return replace(options, resizes=rng.choice((0.05, 0.3)), chunk_nbytes=chunk, slabs=slabs)
 
 
+def with_host(options: Options) -> Options:
+    """The same options with a host tier, tiny or large, and a prefix cache; half with changes of other cases."""
+    rng = random.Random(f"host {options.seed}")
+    if rng.random() < 0.5:
+        options = rng.choice((with_groups, with_groups, with_slots, with_resizes, many_rungs, with_priorities))(options)
+    share = rng.choice((0.1, 0.5, 1, 3))
+    return replace(
+        options, prefix=True, copies=rng.choice((0.0, 0.5, 1.0)), returns=rng.choice((0.2, 0.9)),
+        host_nbytes=max(1, round(share * rng.uniform(0.5, 1.5) * options.nbytes)),
+    )  # fmt: skip
+
+
 def _floors(rng: random.Random, num_rungs: int, number: int) -> tuple[int, ...]:
     """For each rung of a ladder one of ``number``, none wider than the one before: half of the time it is cut."""
     if rng.random() < 0.5:
@@ -176,6 +188,10 @@ CASES = {
     "resizes": Case(
         with_resizes, range(9000, 9024), range(9100, 9600),
         (*KINDS, "shrink", "growth"),
+    ),
+    "host": Case(
+        with_host, range(11_000, 11_024), range(11_100, 11_600),
+        (*(kind for kind in KINDS if kind != "refused"), "out", "written", "fetched", "parked"),
     ),
     "priorities": Case(with_priorities, range(7100, 7110), range(7200, 7500)),
 }  # fmt: skip

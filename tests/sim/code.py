@@ -27,8 +27,12 @@ MODULES = {  # in order of their imports
     "reserve": "qkv_engine.kv.reserve",
     "table": "qkv_engine.kv.table",
     "idle": "qkv_engine.kv.idle",
-    "prefix": "qkv_engine.kv.prefix",
+    "host_piece": "qkv_engine.kv.host_piece",
+    "host_tier": "qkv_engine.kv.host_tier",
     "shortage": "qkv_engine.kv.shortage",
+    "fetching": "qkv_engine.kv.fetching",
+    "host_traffic": "qkv_engine.kv.host_traffic",
+    "prefix": "qkv_engine.kv.prefix",
     "demand": "qkv_engine.kv.demand",
     "manager": "qkv_engine.kv.manager",
     "resize": "qkv_engine.kv.resize",
@@ -52,6 +56,7 @@ class Code:
     Arena: Any
     BlockTables: Any
     PrefixCache: Any
+    HostTier: Any
     KVManager: Any
     Scheduler: Any
     EngineCore: Any
@@ -85,6 +90,7 @@ def load(patch: Patch | None = None) -> Code:
         modules["arena"].Arena,
         modules["table"].BlockTables,
         modules["prefix"].PrefixCache,
+        modules["host_tier"].HostTier,
         modules["manager"].KVManager,
         modules["scheduler"].Scheduler,
         modules["core"].EngineCore,

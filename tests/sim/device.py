@@ -12,10 +12,13 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .broken import Broken
 from .options import Group
+
+if TYPE_CHECKING:
+    from .host import Host
 
 MASK = (1 << 61) - 1
 
@@ -44,27 +47,14 @@ class DeviceError(Broken):
     """A request of the books that would mix up or lose bytes."""
 
 
-class Device:
-    """The bytes of an arena."""
+class Records:
+    """Records at addresses below ``nbytes``, where a ``hole`` has none."""
 
-    def __init__(self, nbytes: int, groups: tuple[Group, ...], has_bank: bool):
-        self.nbytes, self.groups, self.has_bank = nbytes, groups, has_bank
-        self.runs_again = False  # a step broke off: its tokens, and those of a step after it, are written again
+    def __init__(self, nbytes: int):
+        self.nbytes = nbytes
         self.hole = (0, 0)  # addresses of bytes that are not there
         self._starts: list[int] = []
         self._records: dict[int, Record] = {}
-
-    def apply(self, store: Any) -> list[Any]:
-        """Carries out waves and clears fresh slots in the order the cache does; returns the moves."""
-        waves, store.waves = store.waves, []
-        holes, store.holes = store.holes, {}
-        for number, wave in enumerate([*waves, []]):
-            if number in holes:
-                self.dig(holes[number])
-            self._move(wave)
-        for slot in store.take_fresh():
-            self._put(slot.address, Record(slot.nbytes, ()))
-        return [move for wave in waves for move in wave]
 
     def dig(self, hole: tuple[int, int]) -> None:
         """Takes the bytes of ``hole`` away, with all that lies there, and gives back those of the one before."""
@@ -77,6 +67,55 @@ class Device:
 
     def _is_gone(self, start: int, end: int) -> bool:
         return start < self.hole[1] and self.hole[0] < end
+
+    def _at(self, address: int, nbytes: int) -> Record:
+        record = self._records.get(address)
+        if record is None or record.nbytes != nbytes:
+            raise DeviceError(f"nothing of {nbytes} bytes lies at {address}")
+        return record
+
+    def _put(self, address: int, record: Record) -> None:
+        """Writes a record over all records at its bytes."""
+        end = address + record.nbytes
+        if address < 0 or end > self.nbytes:
+            raise DeviceError(f"bytes {address}:{end} lie outside the arena")
+        if self._is_gone(address, end):
+            raise DeviceError(f"bytes {address}:{end} are written in a hole")
+        first = bisect.bisect_left(self._starts, address)
+        if first and self._starts[first - 1] + self._records[self._starts[first - 1]].nbytes > address:
+            first -= 1
+        last = bisect.bisect_left(self._starts, end)
+        for old in self._starts[first:last]:
+            del self._records[old]
+        self._starts[first:last] = [address]
+        self._records[address] = record
+
+
+class Device(Records):
+    """The bytes of an arena, and ``host``, memory that blocks are copied to and from."""
+
+    def __init__(self, nbytes: int, groups: tuple[Group, ...], has_bank: bool, host: Host):
+        super().__init__(nbytes)
+        self.groups, self.has_bank, self.host = groups, has_bank, host
+        self.runs_again = False  # a step broke off: its tokens, and those of a step after it, are written again
+
+    def apply(self, store: Any) -> list[Any]:
+        """Carries out waves and clears fresh slots in the order the cache does; returns the moves."""
+        waves, store.waves = store.waves, []
+        holes, store.holes = store.holes, {}
+        self.host.end_step(self)
+        outs, beside = self.host.take(store)
+        for number, wave in enumerate([*waves, []]):
+            self.host.carry_out(self, outs.pop(number, ()))
+            if number in holes:
+                self.dig(holes[number])
+            self._move(wave)
+        if outs:
+            raise DeviceError("blocks leave behind waves that there are not")
+        for slot in store.take_fresh():
+            self._put(slot.address, Record(slot.nbytes, ()))
+        self.host.begin_step(self, *beside)
+        return [move for wave in waves for move in wave]
 
     def _move(self, wave: list[Any]) -> None:
         spans, sources = list[tuple[int, int]](), {move.src for move in wave}
@@ -147,6 +186,7 @@ class Device:
 
     def write(self, block: Any, nbytes: int, start: int, end: int, value: int, salt: str) -> None:
         """Writes tokens ``start:end`` of a block, the last of which is ``value``."""
+        self.host.check_write(block.slot.address, nbytes)
         record = self._at(block.slot.address, nbytes)
         if self.runs_again and record.count >= end:
             record.count, record.path = start, record.path if start else ()
@@ -159,6 +199,7 @@ class Device:
 
     def read(self, block: Any, nbytes: int, salt: str) -> Record:
         """The record of a block, checked as a request with ``salt`` reads it."""
+        self.host.check_read(block.slot.address, nbytes)
         record = self._at(block.slot.address, nbytes)
         if record.salt != salt:
             raise DeviceError(f"bytes written under salt {record.salt!r} are read under {salt!r}")
@@ -173,28 +214,6 @@ class Device:
 
     def path(self, block: Any) -> tuple[int, ...]:
         return self._at(block.slot.address, block.slot.nbytes).path
-
-    def _at(self, address: int, nbytes: int) -> Record:
-        record = self._records.get(address)
-        if record is None or record.nbytes != nbytes:
-            raise DeviceError(f"nothing of {nbytes} bytes lies at {address}")
-        return record
-
-    def _put(self, address: int, record: Record) -> None:
-        """Writes a record over all records at its bytes."""
-        end = address + record.nbytes
-        if address < 0 or end > self.nbytes:
-            raise DeviceError(f"bytes {address}:{end} lie outside the arena")
-        if self._is_gone(address, end):
-            raise DeviceError(f"bytes {address}:{end} are written in a hole")
-        first = bisect.bisect_left(self._starts, address)
-        if first and self._starts[first - 1] + self._records[self._starts[first - 1]].nbytes > address:
-            first -= 1
-        last = bisect.bisect_left(self._starts, end)
-        for old in self._starts[first:last]:
-            del self._records[old]
-        self._starts[first:last] = [address]
-        self._records[address] = record
 
 
 def _rungs(move: Any) -> tuple[int, int, int]:

@@ -30,6 +30,7 @@ from typing import Any
 from qkv_engine.request import RequestStatus
 
 from .broken import require
+from .hosted import check_tier
 from .spy import SpySpace
 
 
@@ -47,6 +48,9 @@ def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, 
         require(block.group == index, "a block is filed as another group's")
         cached[block] = cached.get(block, 0) + 1
         owners.setdefault(block, [])
+    for block in check_tier(space):  # the tier owns it as the cache does
+        require(block not in owners, "a block that waits for its bytes is in use")
+        cached[block], owners[block] = 1, []
     spans, used, live, now = [], 0, {}, {}
     rungs, entries = ([Counter[int]() for _ in groups] for _ in range(2))
     numbers = {(block.group, block.number) for block in owners}
@@ -179,6 +183,8 @@ def check_queues(scheduler: Any, space: SpySpace) -> None:
         require(places == sorted(places), "a queue is out of order")
     previous: dict[tuple[str, int], int] = {}
     for request in together:  # equal requests of a tenant: the running ones came before the waiting ones
+        if request in space.hosted.waits:  # others may start while blocks come for it
+            continue
         equals = request.params.tenant if space.options.quota else "", request.params.priority
         require(request.arrival > previous.get(equals, -1), "a later request runs before an earlier one")
         previous[equals] = request.arrival
@@ -202,7 +208,8 @@ def check_queues(scheduler: Any, space: SpySpace) -> None:
 def check_batch(batch: Any, scheduler: Any, space: SpySpace, ahead: bool) -> int:
     """Checks a batch, perhaps ``ahead`` of a step under way; returns its items whose tokens are not known yet."""
     options, num_ahead = space.options, 0
-    require(ahead or batch.num_tokens > 0 or not scheduler.requests, "an empty step")
+    waits = ahead or space.hosted.under_way
+    require(waits or batch.num_tokens > 0 or not scheduler.requests, "an empty step")
     require(batch.num_tokens <= options.budget, f"{batch.num_tokens} tokens in a step")
     names = [item.request.request_id for item in batch.items]
     require(len(set(names)) == len(names), "a request is twice in a batch")

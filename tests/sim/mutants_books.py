@@ -141,7 +141,7 @@ BOOKS = (
         "where = (block, slot.address, slot.address, block.rung, rung)",
     ),
     Patch("a copy does not change the table", "store", "BlockStore._evacuate", "block.slot = new", "pass"),
-    Patch("a fresh slot is not noted", "store", "BlockStore.new_block", "self._fresh[slot] = None", ""),
+    Patch("a fresh slot is not noted", "store", "BlockStore._make", "self._fresh[slot] = None", ""),
     Patch(
         "the recent window is ignored",
         "spec",
@@ -276,8 +276,8 @@ BOOKS = (
         "every token may come from the cache",
         "manager",
         "KVManager.open",
-        "hit = prefix.lookup(request.token_ids, salt, floor, request.num_tokens - 1)",
-        "hit = prefix.lookup(request.token_ids, salt, floor, request.num_tokens)",
+        "request.num_tokens - 1",
+        "request.num_tokens",
     ),
     Patch(
         "pinned requests are as others",
@@ -341,7 +341,7 @@ BOOKS = (
         "what a failed request shared is still offered",
         "manager",
         "KVManager.discard",
-        "self.distrust(self.tables.blocks(request.request_id))",
+        "self.distrust(list(self.tables.blocks(request.request_id)))",
         "pass",
     ),
     Patch(

@@ -161,7 +161,7 @@ RESIZE_BUGS = (
     Bug(
         "a new block does not tell of the hole",
         "store",
-        "BlockStore.new_block",
+        "BlockStore._make",
         "self.note_hole()",
         "",
         case="resizes",

@@ -113,6 +113,9 @@ class Options:
     more_groups: tuple[Group, ...] = ()
     resizes: float = 0.0  # changes of the memory's size, a step
     chunk_nbytes: int = 1  # in which memory is given and taken
+    host_nbytes: int = 0  # of host memory; 0: there is no host tier
+    returns: float = 0.0  # share of requests that go on from one that ended
+    copies: float = 0.0  # share of steps beside which few bytes may be copied; else any number
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:

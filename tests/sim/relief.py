@@ -178,10 +178,6 @@ class Relief:
             for r in self.scheduler.running
         )
 
-    def check_relieved(self) -> None:
-        """Checks that each waiting request for which blocks stepped down runs now."""
-        require(all(r in self.scheduler.running for r in self.relieved), "blocks step down for one who is not admitted")
-
     def _ranks(self, tenant: str | None) -> dict[Any, int]:
         quota, running = self.options.quota, self.scheduler.running
         if quota is None:

@@ -21,6 +21,8 @@ from ..scheduler.common import FixedPace
 from .broken import Broken, require
 from .code import Code, load
 from .device import Device, mix
+from .host import Host
+from .hosted import check_copies, note_fetched, spoil_moved
 from .invariants import check_batch, check_books, check_queues, check_room
 from .model import Fault, Model
 from .options import OPEN_END_BLOCKS, Options, draw
@@ -54,6 +56,7 @@ class Simulation:
         self.counts: Counter[str] = Counter()
         self.outputs: dict[str, tuple[list[int], str]] = {}  # of requests that ended
         self.usage: dict[str, dict[str, int]] = {}  # their blocks by rung
+        self.ended_requests: list[Request] = []
         self.submissions: dict[str, Any] = {}
         self.is_calm = self.in_step = False
         self._log = hashlib.sha256()
@@ -85,8 +88,11 @@ class Simulation:
 
     def _new_space(self, tables: Any) -> SpySpace:
         options, code = self.options, self.code
-        prefix = code.PrefixCache(tables, "model") if options.prefix else None
-        self.device = Device(options.nbytes, options.groups, options.has_bank)
+        has_tier = options.prefix and options.host_nbytes
+        tier = code.HostTier(tables.spec, options.host_nbytes, options.slab_nbytes) if has_tier else None
+        prefix = code.PrefixCache(tables, "model", tier) if options.prefix else None
+        host = Host(options.host_nbytes, mix(options.seed, self.num_events))
+        self.device = Device(options.nbytes, options.groups, options.has_bank, host)
         self.seen: dict[Any, Any] = {}
         space = code.KVManager(tables, prefix, options.quota, open_end_blocks=OPEN_END_BLOCKS)
         return SpySpace(space, options, code)
@@ -131,6 +137,8 @@ class Simulation:
         """Takes steps until there is no work."""
         bound = sum(min(r.max_num_tokens, r.num_tokens + 4096) + 1 for r in self.scheduler.requests.values())
         bound = 2 * bound + 2 if self.options.ahead else bound
+        if self.options.host_nbytes:  # each may wait for what it lacks, a piece a step
+            bound = 4 * bound + 8
         if self.core.resizer.is_pending:  # cached blocks step down rung by rung, and are given up
             rungs = max(len(group.sizes) for group in self.options.groups)
             bound += (rungs + 1) * len(self.space.cached.blocks()) + self.options.slabs
@@ -181,6 +189,10 @@ class Simulation:
             if self.scheduler.running and rng.random() < options.forks:  # the prompt is another request's tokens
                 parent = rng.choice(list(self.scheduler.running))
                 ids, params = list(parent.token_ids), replace(params, cache_salt=parent.params.cache_salt)
+            if options.returns and self.ended_requests and rng.random() < options.returns:
+                earlier = rng.choice(self.ended_requests[-8:])
+                ids = earlier.token_ids + ids[: rng.randint(1, options.block)]
+                params = replace(params, cache_salt=earlier.params.cache_salt)
             if rng.random() < 0.8:  # mostly requests that fit
                 ids = ids[: max(1, self.space.capacity_of(params) - length)]
             if options.scored and rng.random() < options.scored:
@@ -263,6 +275,7 @@ class Simulation:
             if not store.waves and not store.holes:  # moves of an empty batch wait for the next one
                 self.model.check_spoilt()
                 self.model.check_cached()
+                check_copies(self)
 
     def _check_core(self) -> None:
         """Checks that the core knows the live requests, and no others."""
@@ -288,6 +301,7 @@ class Simulation:
         self.counts["idle"] += self.space.num_idle_demotions
         self.counts["replaced"] += self.space.cached.num_replaced
         self.space.num_trims = self.space.num_idle_demotions = self.space.cached.num_replaced = 0
+        self.counts.update(self.space.hosted.take_counts())
         first, rounds = self._first or (None, 0)
         require(first is None or first.num_preemptions == rounds, "the first was preempted")
         self.counts["preempted"] += sum(r not in self.scheduler.running for r in self._had)
@@ -297,12 +311,13 @@ class Simulation:
         if self.rng.random() < self.options.evacuations:
             while self.space.tables.store._evacuate():
                 self.event("evacuate")
+        bad = spoil_moved(self)
         moves = self.device.apply(self.space.tables.store)
+        note_fetched(self)
         self.counts["demotion"] += sum(move.old != move.new for move in moves)
         self.counts["copy"] += sum(move.old == move.new for move in moves)
         self.counts["mined"] += sum(move.mining is not None for move in moves)
         self.event("apply", [(m.src, m.dst, m.old, m.new) for m in moves])
-        bad = set()
         if self.scheduler.running and self.rng.random() < self.options.bad_blocks:
             request = self.rng.choice(list(self.scheduler.running))
             blocks = [b for table in self.tables_of(request) for b in table.blocks if self.device.path(b)]
@@ -368,6 +383,7 @@ class Simulation:
         if not request.params.ignore_eos:
             require(STOP_TOKEN not in request.output_token_ids[:-1], "a request went on after its stop")
         self.outputs[request.request_id] = (request.output_token_ids, str(request.finish_reason))
+        self.ended_requests.append(request)
 
 
 def simulate(seed: int, num_events: int, change: Callable[[Options], Options] | None = None) -> Simulation:

@@ -13,6 +13,7 @@ from .admission import Admission
 from .broken import require
 from .cached import Cached
 from .code import Code
+from .hosted import Hosted
 from .options import OPEN_END_BLOCKS, Options
 from .relief import Relief
 from .sealing import check_sealing
@@ -31,11 +32,29 @@ class SpySpace(Relief):
         self.mined: set[Any] = set()  # banks that were mined
         self.num_trims = self.num_idle_demotions = 0  # since the simulator looked
         self.size_asked = options.nbytes  # of memory
+        self.hosted = Hosted(self, space.prefix)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._space, name)
 
     # ---- calls
+
+    def begin_step(self, copy_nbytes: int | None) -> None:
+        self.hosted.begin_step(copy_nbytes)
+
+    def write_ahead(self) -> None:
+        self.hosted.write_ahead()
+
+    def park(self, request: Any) -> int:
+        return self.hosted.park(request)
+
+    def begin_fetching(self, request: Any) -> Any:
+        return self.hosted.begin_fetching(request)
+
+    def check_relieved(self) -> None:
+        """Checks that each waiting request for which blocks stepped down runs now, or waits for its own."""
+        started = {*self.scheduler.running, *self.hosted.under_way}
+        require(all(r in started for r in self.relieved), "blocks step down for one who is not admitted")
 
     def admits(self, request: Any) -> bool:
         return self._asked("admits", request)
@@ -202,7 +221,10 @@ class SpySpace(Relief):
             self._check_stuck("a cached block is given up while one could step down")
             self._note_relieved()
         expected = self.cached.of(min(idle)) if idle else set()
+        leaving, noted = {place: had[place] for place in expected}, self.hosted.num_noted()
+        clean = self.hosted.watch_out(leaving)
         done = self._space.evict()
+        self.hosted.check_out(leaving, clean, noted)
         gone = had.keys() - self.cached.blocks().keys()
         require(gone == expected, "other cached blocks are given up than the oldest")
         require(done == bool(idle), f"{len(idle)} cached blocks are idle, one was given up: {done}")
@@ -289,6 +311,7 @@ class SpySpace(Relief):
         bound += self._num_urgent() + self.num_shrunk
         for blocks in self.asked.values():
             bound += (blocks * dense + (num_rungs + 2) * slab) // least + 8 * (num_rungs - 1)
-        if any(slab // a == slab // b for group in groups for a, b in pairwise(group.sizes[1:])):
+        none = any(slab // b * a <= slab for group in groups for a, b in pairwise(group.sizes[:2]))
+        if none or any(slab // a == slab // b for group in groups for a, b in pairwise(group.sizes[1:])):
             bound += len(self.tables.store.live_blocks()) * num_rungs  # steps between such sizes win no slab
         require(self.demoted <= bound, f"{self.demoted} blocks stepped down in one step, at most {bound} had to")

@@ -11,6 +11,7 @@ from qkv_engine.device.steady_batch import SteadyBatch
 from qkv_engine.errors import CapacityError
 
 from .broken import require
+from .hosted import draw_copy_nbytes
 
 if TYPE_CHECKING:
     from .simulator import Simulation
@@ -22,6 +23,7 @@ def spy_scheduler(simulation: Simulation, base: Any) -> type:
     class SpyScheduler(base):  # type: ignore[misc]
         def schedule(self) -> Any:
             simulation.before_schedule()
+            self.copy_nbytes = draw_copy_nbytes(simulation)
             limited = self.pace is not None and any(request.decodes for request in self.running)
             batch = super().schedule()
             require(not limited or batch.num_chunk_tokens <= self.pace.chunk_tokens, "chunks are over the limit")

@@ -10,6 +10,7 @@ from .broken import Broken
 from .cases import CASES
 from .mutants_cases import BUGS, Bug
 from .mutants_groups import GROUP_BUGS
+from .mutants_host import HOST_BUGS
 from .mutants_resizes import RESIZE_BUGS
 from .mutants_shrinks import SHRINK_BUGS
 from .options import draw
@@ -43,7 +44,7 @@ def test_every_invariant_is_kept_for_long(name: str, report: list[str]):
 
 
 @pytest.mark.parametrize(
-    "bug", (*BUGS, *GROUP_BUGS, *RESIZE_BUGS, *SHRINK_BUGS), ids=lambda bug: f"{bug.case}: {bug.name}"
+    "bug", (*BUGS, *GROUP_BUGS, *RESIZE_BUGS, *SHRINK_BUGS, *HOST_BUGS), ids=lambda bug: f"{bug.case}: {bug.name}"
 )
 def test_a_seeded_bug_is_found(bug: Bug):
     simulation = Simulation(CASES[bug.case].change(draw(bug.seed)), bug)

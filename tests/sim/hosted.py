@@ -1,0 +1,392 @@
+"""The host tier reckoned again: what is kept, what leaves, what a waiting request fetches, and invariants of its books.
+
+T1 every slot of host memory has one copy, T2 a piece is older than the one before it, T3 bytes add up. T4 (device) no
+byte is read while it is copied, T5 who is given up leaves a copy as wide if there is room, T6 what is copied beside a
+step stays within its bytes, T7 a piece is fetched once while a request waits, T8 copies have the bytes of their tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from .broken import require
+
+if TYPE_CHECKING:
+    from .simulator import Simulation
+    from .spy import SpySpace
+
+
+class Hosted:
+    """Checks the calls of a space that concern its host tier; without one nothing happens."""
+
+    def __init__(self, space: SpySpace, prefix: Any):
+        self._space, self._real = space, space._space
+        self.tier: Any = None if prefix is None or prefix.host is None else prefix.host.tier
+        self.waits: dict[Any, int] = {}  # requests that had blocks fetched since they began to wait, and for how long
+        self.under_way: set[Any] = set()  # those that wait for blocks in this step
+        self._fetched: dict[Any, set[tuple[bytes, int]]] = {}  # what came for each while it waits
+        self._offered: dict[Any, int] = {}  # idle blocks that could be written ahead, and since when they are idle
+        self.sources: dict[Any, Any] = {}  # the block that each copy is of
+        self._parents: dict[bytes, bytes] = {}  # of pieces, by key, when blocks left last
+        self._budget: int | None = None
+        self._noted = 0  # bytes beside this step
+        self._counts: Counter[str] = Counter()  # since the simulator looked
+
+    def take_counts(self) -> Counter[str]:
+        """Blocks by what became of them since the last call."""
+        counts, self._counts = self._counts, Counter()
+        return counts
+
+    # ---- steps
+
+    def begin_step(self, copy_nbytes: int | None) -> None:
+        running = set(self._space.scheduler.running)
+        self.waits = {request: n for request, n in self.waits.items() if request not in running}
+        self._fetched = {request: keys for request, keys in self._fetched.items() if request not in running}
+        self._budget, self._noted = copy_nbytes, 0
+        self.under_way.clear()
+        if self.tier is None:
+            self._real.begin_step(copy_nbytes)
+            return
+        landing = [fetch for fetch in self.tier._fetches.values() if fetch.command <= self.tier.num_commands]
+        kept = [fetch for fetch in landing if self._copy(fetch.piece.key, fetch.copy.group) is fetch.copy]
+        self._real.begin_step(copy_nbytes)
+        require(not any(fetch.copy in self.tier._fetches for fetch in landing), "a block never lands")
+        cached = self._space.cached.blocks()
+        for fetch in landing:
+            filed = cached.get((fetch.piece.key, fetch.copy.group))
+            if fetch in kept:
+                require(filed is not None and filed.rung <= fetch.block.rung, "a block that came is not filed")
+            else:
+                require(filed is not fetch.block, "a block with the bytes of a copy that is gone is filed")
+        require(not any(slot in self.tier._busy for slot in self._slots_taken()), "a slot stays busy")
+
+    def _slots_taken(self) -> Iterable[Any]:
+        return [slot for slot, command in self.tier._busy.items() if command <= self.tier.num_commands]
+
+    def write_ahead(self) -> None:
+        if self.tier is None:
+            self._real.write_ahead()
+            return
+        idle = {block: since for block, since in self._idle_settled().items() if self._offered.get(block) != since}
+        had, dropped, noted = dict(self.tier._writes), self.tier._moved["dropped"], self._noted
+        self._real.write_ahead()
+        new = [copy for copy in self.tier._writes if copy not in had]
+        for copy in new:
+            require(copy.source.refs == 1 and copy.source in self._idle_settled(), "a block in use is written ahead")
+            self.note_bytes(copy.slot.nbytes)
+        self._counts["written"] += len(new)
+        stopped = self._budget is not None and bool(new or noted)
+        full = self.tier._moved["dropped"] > dropped
+        entries = self._space.prefix._of_block
+        for block, since in idle.items():
+            kept = self.keeps(entries[block].key, block)
+            if block not in self._space.prefix.idle._settled:
+                self._offered[block] = since
+            excused = kept or stopped or full or not self._has_place(block.slot.nbytes)
+            require(excused, "an idle block is not written ahead")
+
+    def _idle_settled(self) -> dict[Any, int]:
+        entries, groups = self._space.prefix._entries, self._space.options.groups
+        return {
+            block: entry.since[index]
+            for entry in entries.values()
+            for index, block in enumerate(entry.blocks)
+            if block is not None and block.refs == 1 and not 0 <= block.rung < len(groups[index].sizes) - 1
+        }
+
+    def note_bytes(self, nbytes: int) -> None:
+        """Notes bytes that are copied beside this step."""
+        within = self._budget is None or not self._noted or self._noted + nbytes <= self._budget
+        require(within, "more is copied beside a step than may be")
+        self._noted += nbytes
+
+    # ---- out
+
+    def watch_out(self, blocks: dict[tuple[bytes, int], Any]) -> dict[tuple[bytes, int], bool]:
+        """Which of ``blocks``, which are to leave, have a copy as wide whose bytes are there, or on their way."""
+        if self.tier is None:
+            return {}
+        filed = (*self._space.prefix._entries.values(), *self.tier._pieces.values())
+        self._parents = {each.key: each.parent for each in filed}
+        return {
+            (key, group): self.keeps(key, block) and self._copy(key, group) not in self.tier._writes
+            for (key, group), block in blocks.items()
+        }
+
+    def check_out(self, blocks: dict[tuple[bytes, int], Any], clean: dict[tuple[bytes, int], bool], had: int) -> None:
+        """Checks that they left copies, as far as there is room; ``had``: copies noted before."""
+        if self.tier is None:
+            return
+        for (key, group), block in blocks.items():
+            kept = self.keeps(key, block) and self._copy(key, group) not in self.tier._writes
+            require(kept or not self._could_keep(key, block), "a block is given up and leaves no copy")
+        new = self.num_noted() - had
+        require(new <= len(blocks) - sum(clean.values()), "a block that has a copy leaves another one")
+        self._counts["out"] += new
+
+    def num_noted(self) -> int:
+        """Copies that leave with the next command's waves."""
+        return 0 if self.tier is None else sum(map(len, self.tier._outs.values()))
+
+    def _could_keep(self, key: bytes, block: Any) -> bool:
+        """Whether room could be made for a copy: some piece can be given up that is not before its own."""
+        if self._has_place(block.slot.nbytes):
+            return True
+        before = self._before(key)
+        return not self._never_fits(block.slot.nbytes) and any(
+            piece.key not in before and not any(self._is_used(copy) for copy in piece.held())
+            for piece in self.tier._pieces.values()
+        )
+
+    def _is_used(self, copy: Any) -> bool:
+        """Whether a command under way, or the next one, names a copy."""
+        return copy.slot in self.tier._busy or copy in self.tier._writes
+
+    def _has_place(self, nbytes: int) -> bool:
+        """Whether there is a slot of that size without giving anything up."""
+        arena = self.tier.arena
+        if nbytes == arena.block_nbytes:
+            return bool(arena._block_places.free) or arena._gap >= nbytes
+        return bool(arena._partial.get(nbytes) or arena._slab_places.free) or arena._gap >= arena.slab_nbytes
+
+    def _never_fits(self, nbytes: int) -> bool:
+        arena = self.tier.arena
+        return arena.nbytes < (nbytes if nbytes == arena.block_nbytes else arena.slab_nbytes)
+
+    def _before(self, key: bytes) -> set[bytes]:
+        """The keys of a piece and of those before it."""
+        found = set[bytes]()
+        while key not in found:
+            found.add(key)
+            key = self._parents.get(key, key)
+        return found
+
+    def keeps(self, key: bytes, block: Any) -> bool:
+        """Whether there is a copy as wide as ``block``."""
+        copy = self._copy(key, block.group)
+        return copy is not None and copy.rung <= block.rung
+
+    def _copy(self, key: bytes, group: int) -> Any:
+        piece = self.tier._pieces.get(key)
+        return None if piece is None else piece.blocks[group]
+
+    def park(self, request: Any) -> int:
+        had = self.num_noted()
+        filed = (
+            {}
+            if self.tier is None
+            else {
+                (entry.key, block.group): block
+                for block in self._space.holdings.blocks_of(request)
+                if (entry := self._space.prefix._of_block.get(block)) is not None
+            }
+        )
+        clean = self.watch_out(filed)
+        parked = int(self._real.park(request))
+        self.check_out(filed, clean, had)
+        tokens = sum(
+            len(self._space.prefix._entries[key].tokens)
+            for (key, group), block in filed.items()
+            if group == self.main and self.keeps(key, block)
+        )
+        require(parked == tokens, f"{parked} tokens are told to be parked, {tokens} are")
+        self._counts["parked"] += len(filed) > 0
+        return parked
+
+    @property
+    def main(self) -> int:
+        """The main group's index."""
+        return int(self._space.tables.main.index)
+
+    # ---- back
+
+    def begin_fetching(self, request: Any) -> Any:
+        params = request.params
+        if self.tier is None or params.prompt_logprobs is not None or params.num_prefill_tokens is not None:
+            found = self._real.begin_fetching(request)
+            require(found is None, "blocks are fetched for one who may not share any")
+            return None
+        expected, is_coming = self._expected(request)
+        found = self._real.begin_fetching(request)
+        missing = [] if found is None else [(m.piece.key, copy) for m in found._missing for copy in m.copies]
+        require(missing == expected, f"{len(missing)} blocks are to be fetched, {len(expected)} are missing")
+        waits = bool(expected or is_coming)
+        require((found is not None) == waits, "a request waits for nothing, or not for what comes")
+        require(found is None or found.is_under_way == is_coming, "it is unknown that blocks are coming")
+        return None if found is None else Watched(self, found, request)
+
+    def _expected(self, request: Any) -> tuple[list[tuple[bytes, Any]], bool]:
+        """The copies that are missing, in order, and whether some are on their way."""
+        cached, options = self._space.cached, self._space.options
+        blocks, ends = cached.blocks(), cached.ends(request.num_tokens - 1)
+        keys, floor = cached.keys(request, ends), options.floor(request.params)
+        union: dict[tuple[bytes, int], Any] = {}
+        for number, key in enumerate(keys):
+            for index, group in enumerate(options.groups):
+                most = group.floors[floor]
+                if group.visible is None and number >= (options.sink > 0):
+                    begins = group.end(group.blocks_for(request.num_tokens) - 2)
+                    most = most if number - (options.sink > 0) < group.num_aged(begins) else 0
+                own, copy = blocks.get((key, index)), self._copy(key, index)
+                if copy is not None and copy.rung <= most and (own is None or own.rung > most):
+                    fetched = (key, index) in self._fetched.get(request, ()) or number < request.num_fetched_pieces
+                    if copy in self.tier._fetches or (copy.source is None and not fetched):
+                        own = copy
+                if own is not None:
+                    union[key, index] = own
+        for count in range(len(keys), 0, -1):
+            served = [
+                [union.get((keys[piece], index)) for piece in cached.pieces(group, ends[count - 1], count)]
+                for index, group in enumerate(options.groups)
+            ]
+            if all(cached.serves(group, served[i], request, ends[count - 1]) for i, group in enumerate(options.groups)):
+                places = [
+                    (piece, index)
+                    for index, group in enumerate(options.groups)
+                    for piece in cached.pieces(group, ends[count - 1], count)
+                ]
+                found = [(keys[piece], union[keys[piece], index]) for piece, index in sorted(places)]
+                copies = [each for each in found if hasattr(each[1], "source")]
+                coming = [copy for _, copy in copies if copy in self.tier._fetches]
+                return [each for each in copies if each[1] not in coming], bool(coming)
+        return [], False
+
+    def fetched(self, request: Any, copies: list[tuple[bytes, Any]]) -> None:
+        """Notes that a piece is fetched for ``request``."""
+        self.note_bytes(sum(copy.slot.nbytes for _, copy in copies))
+        had = self._fetched.setdefault(request, set())
+        for key, copy in copies:
+            require((key, copy.group) not in had, "a piece is fetched twice for one who waits")
+            had.add((key, copy.group))
+            require(copy.source is None, "a copy is fetched whose values may be bad")
+        self._counts["fetched"] += len(copies)
+
+    def ended(self, request: Any, is_under_way: bool) -> None:
+        """Notes the end of a call for ``request``."""
+        if is_under_way:
+            self.under_way.add(request)
+            self.waits[request] = self.waits.get(request, 0) + 1
+            most = 3 * request.num_tokens // self._space.options.block + 6
+            require(self.waits[request] <= most, "a request waits for blocks for ever")
+
+
+class Watched:
+    """A ``FetchLike`` whose calls are checked."""
+
+    def __init__(self, hosted: Hosted, fetching: Any, request: Any):
+        self._hosted, self._fetching, self._request = hosted, fetching, request
+        self._space = hosted._space
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fetching, name)
+
+    def has_room(self, spare: int) -> bool:
+        space, options = self._space, self._space.options
+        lacking = [r for r in space.scheduler.running if space.holdings.lacks_block(r)]
+        require(spare == len(lacking), f"{spare} blocks are spared, {len(lacking)} requests lack one")
+        space._end_shrink()
+        wanted = space.holdings.dense(1 + spare) + [copy.slot.nbytes for copy in self._fetching._missing[0].copies]
+        for group in options.groups:
+            wanted += group.slots[options.sink > 0 :]
+        found = bool(self._fetching.has_room(spare))
+        require(found == (space.memory.packed(wanted) <= space.memory.limit()), f"room for a piece: {found}")
+        space.needy, space.wanted, space.short = self._request, wanted, not found
+        name = f"{self._request.request_id} {len(self._fetching._missing)}"
+        space.asked[name] = len(wanted)
+        return found
+
+    def fetch(self) -> bool:
+        piece = self._fetching._missing[0]
+        is_kept = all(self._hosted._copy(piece.piece.key, copy.group) is copy for copy in piece.copies)
+        used, tables = self._space.tables.arena.used_nbytes, self._space.tables
+        done = bool(self._fetching.fetch())
+        require(done == is_kept, "a copy is fetched that is gone, or is not though it is there")
+        if not done:
+            return False
+        won = tables.arena.used_nbytes - used
+        require(won == sum(copy.slot.nbytes for copy in piece.copies), "a piece takes other bytes than it has")
+        self._hosted.fetched(self._request, [(piece.piece.key, copy) for copy in piece.copies])
+        return True
+
+    def end(self) -> None:
+        self._fetching.end()
+        self._hosted.ended(self._request, self._fetching.is_under_way)
+
+
+def check_tier(space: SpySpace) -> list[Any]:
+    """Checks the books of host memory; returns the blocks that wait for their bytes."""
+    tier = space.hosted.tier
+    if tier is None:
+        return []
+    arena, pieces = tier.arena, list(tier._pieces.values())
+    arena.check_integrity()
+    copies = [copy for piece in pieces for copy in piece.held()]
+    slots = [copy.slot for copy in copies] + tier._leaving
+    require(len(set(slots)) == len(slots), "a slot of host memory has two copies")
+    require(all(slot.alive for slot in slots), "a copy has a slot that was freed")
+    require(sum(slot.nbytes for slot in slots) == arena.used_nbytes <= arena.nbytes, "bytes of host memory are lost")
+    require(all(slot in tier._busy for slot in tier._leaving), "a slot is kept for nobody")
+    space.hosted.sources.update((copy, copy.source) for copy in tier._unsure)
+    places = {piece.key: place for place, piece in enumerate(pieces)}
+    for place, piece in enumerate(pieces):
+        require(tier._pieces[piece.key] is piece and any(piece.blocks), "a piece without copies is kept")
+        require(places.get(piece.parent, place + 1) > place, "a piece is used later than the one before it")
+        for index, copy in enumerate(piece.blocks):
+            if copy is not None:
+                size = space.options.groups[index].size(copy.rung)
+                require(copy.group == index and copy.slot.nbytes == size, "a copy has a slot of another size")
+                require((copy.source is None) == (copy not in tier._unsure), "it is unknown what a copy is of")
+    require(all(space.hosted._copy(p.key, c.group) is c for c, p in tier._unsure.items()), "a copy is gone and unsure")
+    require(all(space.hosted._copy(p.key, c.group) is c for c, p in tier._writes.items()), "a copy is gone and written")
+    stats = tier.stats()
+    require((stats.used_nbytes, stats.num_blocks) == (arena.used_nbytes, len(copies)), "host memory is miscounted")
+    return [fetch.block for fetch in tier._fetches.values()]
+
+
+def check_copies(simulation: Simulation) -> None:
+    """Checks that copies that have come hold the tokens of their pieces, and none values known to be bad."""
+    tier, device, model = simulation.space.hosted.tier, simulation.device, simulation.model
+    if tier is None:
+        return
+    doubtful = model.unknown.union(*(simulation.blocks_of(request) for request in model.tainted))
+    for piece in tier._pieces.values():
+        for copy in piece.held():
+            if copy.command > tier.num_commands or device.host.is_late(copy.slot.address):
+                continue
+            record = device.host._at(copy.slot.address, copy.slot.nbytes)
+            require(record.path[-1] == copy.rung and record.group == copy.group, "a copy has other bytes")
+            require(record.count == len(piece.tokens), "a copy is not full")
+            source = simulation.space.hosted.sources[copy]
+            require(not record.spoilt or source in doubtful, "bad values are kept")
+
+
+def note_fetched(simulation: Simulation) -> None:
+    """Notes that who is filled from a copy of values that nobody knows to be bad has such values, too."""
+    hosted, unknown = simulation.space.hosted, simulation.model.unknown
+    fetches = () if hosted.tier is None else hosted.tier._fetches.values()
+    unknown.update(fetch.block for fetch in fetches if hosted.sources[fetch.copy] in unknown)
+
+
+def spoil_moved(simulation: Simulation) -> set[Any]:
+    """Has a block that steps down turn out bad now and then, wherever it goes in the same command."""
+    options, rng = simulation.options, simulation.rng
+    if not options.host_nbytes or rng.random() >= options.bad_blocks:
+        return set()
+    moves = [move for wave in simulation.space.tables.store.waves[:1] for move in wave if move.old != move.new]
+    if not moves:
+        return set()
+    move = rng.choice(moves)
+    simulation.device._at(move.src, options.groups[move.block.group].size(move.old)).spoilt = True
+    simulation.model.unknown.add(move.block)
+    return {move.block}
+
+
+def draw_copy_nbytes(simulation: Simulation) -> int | None:
+    """Bytes that may be copied beside the next step; None: any number."""
+    options, rng = simulation.options, simulation.rng
+    if not options.host_nbytes or rng.random() >= options.copies:
+        return None
+    return rng.randrange(4 * options.sizes[0])
