@@ -19,7 +19,7 @@ from .gpu.mapped import granule_nbytes as mapped_granule_nbytes
 from .layouts import Ladder, LayerGroup
 from .memory import check_free, free_memory, memory_or_error
 from .mover import MoveBackend, PendingMoves
-from .resizable import FixedMemory, HostMemory, KVMemory, is_fixed
+from .resizable import CpuMemory, FixedMemory, KVMemory, is_fixed
 
 RESIZABLE = "Make an Engine with resizable=True"
 
@@ -147,7 +147,7 @@ def allocate(nbytes: int, device: torch.device, chunk_nbytes: int, resizable: bo
     message = f"the system does not give so much memory on {device}"
     with memory_or_error(message, field="kv_memory", value=format_size(nbytes), remedy="Lower kv_memory"):
         if device.type == "cpu":
-            return HostMemory(nbytes)
+            return CpuMemory(nbytes)
         if not resizable:
             return FixedMemory(nbytes, device)
         return MappedMemory(nbytes, chunk_nbytes, device, _driver(device))
