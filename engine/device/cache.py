@@ -42,6 +42,7 @@ class KVCache:
         self.backing = allocate(self.arena.nbytes, device, self.arena.hole.chunk_nbytes, resizable)
         self.memory = self.backing.tensor
         self._capacity = 0, (0, 0)  # for a size
+        self._is_copying = False  # beside the step before: the next command waits for that
         self.peak: Counter[str] = Counter()  # bytes by kind when the most were in use
         self.fullest: Counter[str] = Counter()  # the same when the most elements were held, at the latest such moment
 
@@ -118,8 +119,10 @@ class KVCache:
     def launch_moves(self, backend: MoveBackend) -> PendingMoves:
         """``apply_moves`` without waiting for the device: the result tells later which blocks are not finite."""
         command, blocks = take_moves(self.tables)
-        if not command.waves and not command.fresh:
+        has_copies = bool(command.written or command.fetched)
+        if not (command.waves or command.fresh or has_copies or self._is_copying):
             return PendingMoves([], [])
+        self._is_copying = has_copies
         checks = backend.move(command)
         self.note_peak()
         return PendingMoves(blocks, checks)
