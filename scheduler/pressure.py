@@ -16,7 +16,7 @@ from qkv_engine.request import Request, RequestStatus
 
 from .coldest import Candidate, Coldest, Tally, eligible, eligible_blocks
 from .queue import RequestQueue
-from .space import BlockLike, KVSpace, ShortageLike
+from .space import BlockLike, FetchLike, KVSpace, ShortageLike
 
 logger = logging.getLogger("qkv_engine")
 
@@ -93,7 +93,9 @@ class Pressure:
     def make_room(self, request: Request, num_tokens: int) -> bool:
         """Reserves the first ``num_tokens`` tokens of ``request``, stepping blocks down as needed."""
         while not self._reserve(request, num_tokens):
-            found = self._yield_idle(request, num_tokens, 0) or self._relieve(request, num_tokens, 0)
+            found = self._yield_idle(self.space.shortage(request, num_tokens, 0)) or self._relieve(
+                request, self.space.shortage(request, num_tokens, 0)
+            )
             if not found and not self._step_down_any(request.params.tenant):
                 return False
         return True
@@ -111,12 +113,44 @@ class Pressure:
         room = self.space.room_for(request, num_tokens, spare)
         runs = request.status is RequestStatus.RUNNING
         if room < num_tokens and (runs or self._could_start_without_idle(request, spare)):
-            while room < num_tokens and self._yield_idle(request, num_tokens, spare):
+            while room < num_tokens and self._yield_idle(self.space.shortage(request, num_tokens, spare)):
                 room = self.space.room_for(request, num_tokens, spare)
         if room < num_tokens and (runs or self._could_start(request, spare)):
-            while room < num_tokens and self._relieve(request, num_tokens, spare):
+            while room < num_tokens and self._relieve(request, self.space.shortage(request, num_tokens, spare)):
                 room = self.space.room_for(request, num_tokens, spare)
         return room if room and self._reserve(request, room) else 0
+
+    def fetch(self, request: Request) -> bool:
+        """Has what a waiting request lacks come from host memory, as far as there is room; whether some is on its way.
+
+        Leaves each running request the block for its next token, and one for its own.
+        """
+        fetching = self.space.begin_fetching(request)
+        if fetching is None:
+            return False
+        spare = self._num_lacking(request)
+        while fetching.has_next and self._make_room_to_fetch(request, fetching, spare):
+            fetching.fetch()
+        fetching.end()
+        return fetching.is_under_way
+
+    def _make_room_to_fetch(self, request: Request, fetching: FetchLike, spare: int) -> bool:
+        """Makes room for the next piece of a waiting request, as for its start: none yields if that wins no room.
+
+        What comes before it is on its way already, perhaps: then idle blocks yield to all of it.
+        """
+        if fetching.has_room(spare):
+            return True
+        tenant = request.params.tenant
+        if fetching.is_under_way or self._ends_without_idle(fetching.shortage(spare), tenant):
+            while self._yield_idle(fetching.shortage(spare)):
+                if fetching.has_room(spare):
+                    return True
+        if self._eased_on_floors(fetching.shortage(spare), tenant):
+            while self._relieve(request, fetching.shortage(spare)):
+                if fetching.has_room(spare):
+                    return True
+        return False
 
     def _reserve(self, request: Request, num_tokens: int) -> bool:
         done = self.space.reserve(request, num_tokens)
@@ -130,9 +164,8 @@ class Pressure:
             self._lacking = self.space.lacking(self.running)
         return len(self._lacking) - (request in self._lacking)
 
-    def _yield_idle(self, request: Request, num_tokens: int, spare: int) -> bool:
+    def _yield_idle(self, shortage: ShortageLike) -> bool:
         """Has idle cached blocks make room: a few step down, or else one is given up; ``False`` if there are none."""
-        shortage = self.space.shortage(request, num_tokens, spare)
         return self._step_down_idle(RELIEF_BLOCKS, shortage) > 0 or self.space.evict()
 
     def _step_down_idle(self, number: int, shortage: ShortageLike) -> int:
@@ -151,20 +184,15 @@ class Pressure:
             logger.info("%d idle cached blocks stepped down; free 16-bit blocks %d -> %d", done, before, after)
         return done
 
-    def _relieve(self, request: Request, num_tokens: int, spare: int) -> bool:
+    def _relieve(self, request: Request, shortage: ShortageLike) -> bool:
         """Steps a few blocks down for the room that lacks; ``False`` if none may."""
         if self.space.num_rungs == 1:
             return False
-        shortage = self.space.shortage(request, num_tokens, spare)
         return self._step_down(request.params.tenant, RELIEF_BLOCKS, shortage) > 0
 
     def _could_start_without_idle(self, request: Request, spare: int) -> bool:
         """Whether a token of a waiting ``request`` had room without idle blocks, or if others stepped down, too."""
-        shortage, enough = self._shortage_of_start(request, spare), False
-        kinds = self.space.idle_kinds()
-        for kind, number in kinds.items():
-            enough = shortage.without(*kind, number)
-        return enough or (bool(kinds) and self._eased_on_floors(shortage, request.params.tenant))
+        return self._ends_without_idle(self._shortage_of_start(request, spare), request.params.tenant)
 
     def _could_start(self, request: Request, spare: int) -> bool:
         """Whether a token of a waiting ``request`` had room if all blocks that may step down stood on their floors."""
@@ -172,6 +200,13 @@ class Pressure:
 
     def _shortage_of_start(self, request: Request, spare: int) -> ShortageLike:
         return self.space.shortage(request, request.num_computed_tokens + 1, spare)
+
+    def _ends_without_idle(self, shortage: ShortageLike, tenant: str) -> bool:
+        """Whether ``shortage`` ended without idle blocks, or if others stepped down for ``tenant``, too."""
+        kinds, enough = self.space.idle_kinds(), False
+        for kind, number in kinds.items():
+            enough = shortage.without(*kind, number)
+        return enough or (bool(kinds) and self._eased_on_floors(shortage, tenant))
 
     def _eased_on_floors(self, shortage: ShortageLike, tenant: str) -> bool:
         """Whether ``shortage`` ended if all blocks that may step down for ``tenant`` stood on their floors."""

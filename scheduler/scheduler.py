@@ -38,6 +38,7 @@ class Scheduler:
         self.running = RequestQueue()
         self.pressure = Pressure(space, self.running)
         self.num_preemptions = 0
+        self.copy_nbytes: int | None = None  # that may be copied to and from host memory beside a step; None: any
         self._num_steps = 0
         self._over_quota: set[str] = set()  # tenants whose next request has to wait for one of theirs to leave
         self._arrivals = count()
@@ -69,12 +70,13 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch:
         """The next step's work, with room reserved for all of it, counted as computed from here on.
 
-        Empty only when there is no request, or when all wait for tokens in flight.
+        Empty only when there is no request, or when all wait for tokens in flight or for blocks from host memory.
         """
         budget, chunk_budget = self.max_num_batched_tokens, self._chunk_budget()
         items, chunks = list[ScheduledRequest](), list[ScheduledRequest]()
         preempted = self.num_preemptions
         self._num_steps += 1
+        self.space.begin_step(self.copy_nbytes)
         if self.space.has_windows:
             self._trim()
         self.pressure.begin_step()
@@ -104,6 +106,7 @@ class Scheduler:
         for item in started:
             (items if item.num_tokens == 1 else chunks).append(item)
         items += chunks
+        self.space.write_ahead()
         for item in items:
             request = item.request
             request.num_computed_tokens = item.end
@@ -151,6 +154,7 @@ class Scheduler:
                 del self.requests[request.request_id]
             else:
                 request.status, request.num_computed_tokens = RequestStatus.WAITING, 0
+                request.num_fetched_pieces = 0
                 request.num_tokens = len(request.token_ids)
                 request.finish_reason = request.error = None  # it was about to end
                 self.waiting.add(request)
@@ -190,6 +194,8 @@ class Scheduler:
                 continue
             if not self.space.admits(request):
                 break
+            if self.pressure.fetch(request):
+                continue  # it starts when what it lacks has come
             while not (num_tokens := self._start(request, budget)):
                 # Shared blocks may be narrower than its own would be, and their slabs leave no room for the rest.
                 if self.running or not self._evict_all():
@@ -251,16 +257,16 @@ class Scheduler:
         return 1
 
     def _preempt(self, request: Request) -> None:
-        free = self.space.free_blocks()
+        free, parked = self.space.free_blocks(), self.space.park(request)
         self.running.remove(request)
         self.space.release(request)
         self.pressure.left(request)
         logger.info(
-            "preempted %s: %d tokens to recompute, free blocks %d -> %d",
-            request.request_id, request.num_computed_tokens, free, self.space.free_blocks(),
+            "preempted %s: %d tokens to recompute, %d of them parked, free blocks %d -> %d",
+            request.request_id, request.num_computed_tokens, parked, free, self.space.free_blocks(),
         )  # fmt: skip
         self._over_quota.discard(request.params.tenant)
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.num_fetched_pieces = 0
         request.num_preemptions += 1
         request.status = RequestStatus.WAITING
         self.num_preemptions += 1

@@ -34,6 +34,34 @@ class ShortageLike(Protocol):
         ...
 
 
+class FetchLike(Protocol):
+    """What a waiting request lacks and host memory has, piece by piece in the order of its tokens, until ``end``."""
+
+    @property
+    def has_next(self) -> bool:
+        """Whether there is a piece more that may be copied beside the next step."""
+        ...
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether some piece is on its way."""
+        ...
+
+    def has_room(self, spare: int) -> bool:
+        """Whether the next piece has room beside the first block of its request, and ``spare`` ones."""
+        ...
+
+    def shortage(self, spare: int) -> ShortageLike:
+        """The room that the next piece lacks then."""
+        ...
+
+    def fetch(self) -> None:
+        """Has the next piece fetched, for which there is room."""
+        ...
+
+    def end(self) -> None: ...
+
+
 class KVSpace(Protocol):
     """KV memory for the scheduler; ``engine/kv/manager.py`` implements it."""
 
@@ -51,6 +79,22 @@ class KVSpace(Protocol):
 
     def within_quota(self, request: Request) -> bool:
         """Whether the tenant of ``request`` stays within its share of memory if it runs too."""
+        ...
+
+    def begin_step(self, copy_nbytes: int | None) -> None:
+        """Notes what has come from host memory; so many bytes may be copied beside the step, None: any number."""
+        ...
+
+    def write_ahead(self) -> None:
+        """Has idle blocks copied to host memory beside the step, so that giving them up costs nothing."""
+        ...
+
+    def park(self, request: Request) -> int:
+        """Has the cached blocks of ``request`` copied to host memory; returns how many of its tokens it keeps."""
+        ...
+
+    def begin_fetching(self, request: Request) -> FetchLike | None:
+        """What host memory has of a waiting request beside the prefix cache, if it has more."""
         ...
 
     def open(self, request: Request) -> int:

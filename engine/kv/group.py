@@ -202,9 +202,9 @@ class GroupTables:
         return self._num_numbers - 1
 
     def made(self, block: Block) -> None:
-        """Counts a new block of one request."""
+        """Counts a new block."""
         self.num_blocks[block.rung] += 1
-        self.num_entries[block.rung] += 1
+        self.num_entries[block.rung] += len(block.holders)
         self.note(block)
 
     def freed(self, block: Block) -> None:

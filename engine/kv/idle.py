@@ -7,7 +7,7 @@ none can step down any more. The age of an idle block counts from when its last 
 from __future__ import annotations
 
 from array import array
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -52,6 +52,7 @@ class IdleBlocks:
         # given up as (whether cached blocks follow, since, group, key).
         self._steps: list[tuple[int, int, Block]] = []
         self._exits: list[tuple[bool, int, int, bytes]] = []
+        self._settled: OrderedDict[Block, None] | None = None  # that can step down no more, if anybody asks
 
     @property
     def nbytes(self) -> int:
@@ -101,6 +102,7 @@ class IdleBlocks:
             return
         since = entry.since[block.group] = next(self._serials)
         self._file_step(block, since)
+        self.file_settled([block])
         self.file_exit(entry, block.group)
 
     def file_exit(self, entry: Entry, index: int) -> None:
@@ -114,10 +116,42 @@ class IdleBlocks:
             self._exits = list({item for item in self._exits if self._is_current(*item[1:])})
             heapify(self._exits)
 
+    def watch_settled(self) -> None:
+        """Has ``next_settled`` tell of the blocks that fall idle from here on."""
+        self._settled = OrderedDict()
+
+    def file_settled(self, blocks: Iterable[Block]) -> None:
+        """Files those of ``blocks``, which fell idle or stepped down, that are idle and can step down no more."""
+        if self._settled is None:
+            return
+        for block in blocks:
+            if self._is_settled(block):
+                self._settled[block] = None
+                self._settled.move_to_end(block)
+
+    def next_settled(self) -> Block | None:
+        """The block that has been idle and able to step down no more for longest, until ``pass_settled``."""
+        while self._settled:
+            block = next(iter(self._settled))
+            if self._is_settled(block):
+                return block
+            self.pass_settled()
+        return None
+
+    def pass_settled(self) -> None:
+        """Goes on from the block of ``next_settled`` to the one after it, until it falls idle again."""
+        assert self._settled is not None
+        self._settled.popitem(last=False)
+
+    def _is_settled(self, block: Block) -> bool:
+        return block in self._cached and block.refs == 1 and not 0 <= block.rung < block.floor
+
     def clear(self) -> None:
         """Forgets all blocks."""
         self._steps.clear()
         self._exits.clear()
+        if self._settled is not None:
+            self._settled.clear()
 
     def _file_step(self, block: Block, since: int) -> None:
         if not self._is_idle_since(block, since):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from ..request import KVUsage, Request
 from .block import Block
 from .demand import OPEN_END_BLOCKS, RunningDemand
+from .fetching import Fetching
 from .prefix import Hit, PrefixCache
 from .shortage import Shortage
 from .table import BlockTables
@@ -30,6 +31,7 @@ class KVManager:
         self._blocks = tables.main if len(tables.groups) == 1 else tables  # asked often: a lone group answers itself
         # Codes under patterns mean nothing without their request's bank, so nothing is shared.
         self.prefix = None if any(group.has_bank for group in self.spec.groups) else prefix
+        self._host = None if self.prefix is None else self.prefix.host
         self.demand = RunningDemand(tables, open_end_blocks)
         self.capacities = self.capacities_of(tables)  # by floor
         self._demotable_at: dict[Request, int] = {}  # computed tokens at which a block can first step down, if known
@@ -98,12 +100,46 @@ class KVManager:
         together = same.plus(self.demand.share(request))
         return self.tables.fits(together.slots(self.spec.admit_at), self.quota)
 
+    # ---- host memory
+
+    def begin_step(self, copy_nbytes: int | None) -> None:
+        if self._host is not None:
+            self._host.begin_step(copy_nbytes)
+
+    def write_ahead(self) -> None:
+        if self._host is not None:
+            self._host.write_ahead()
+
+    def park(self, request: Request) -> int:
+        return 0 if self._host is None else self._host.park(list(self.blocks(request)))
+
+    def begin_fetching(self, request: Request) -> Fetching | None:
+        if self._host is None or not self._may_share(request):
+            return None
+        return self._host.begin_fetching(request)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether blocks are to be copied to host memory, or from there, beside the next step."""
+        return self._host is not None and self._host.tier.has_copies
+
+    @property
+    def num_commands(self) -> int:
+        """Commands with copies to and from host memory that were taken; 0 without a host tier."""
+        return 0 if self._host is None else self._host.tier.num_commands
+
+    def confirm(self, command: int) -> None:
+        """Notes that commands up to this one have ended, and that it is known which blocks they found to be bad."""
+        if self._host is not None:
+            self._host.tier.confirm(command)
+
+    # ---- requests
+
     def open(self, request: Request) -> int:
         floor, hit, prefix = request.floor, Hit(), self._prefix_of(request)
-        # At least one token is computed, for its logits; prompt log-probabilities need them all.
-        if prefix is not None and request.params.prompt_logprobs is None:
-            salt = request.params.cache_salt
-            hit = prefix.lookup(request.token_ids, salt, floor, request.num_tokens - 1)
+        if prefix is not None and self._may_share(request):
+            # At least one token is computed, for its logits.
+            hit = prefix.lookup(request.token_ids, request.params.cache_salt, floor, request.num_tokens - 1)
         request.found_tokens = hit.by_rung(self.spec.main, self.tables.main.index)
         self.demand.add(request)
         self.tables.open(
@@ -157,11 +193,11 @@ class KVManager:
     def discard(self, request: Request) -> None:
         """Releases a failed request and takes its blocks out of the prefix cache."""
         if request.request_id in self.tables:
-            self.distrust(self.tables.blocks(request.request_id))
+            self.distrust(list(self.tables.blocks(request.request_id)))
         self.release(request)
 
-    def distrust(self, blocks: Iterable[Block]) -> None:
-        """Takes blocks with bad values out of the prefix cache."""
+    def distrust(self, blocks: Collection[Block]) -> None:
+        """Takes blocks with bad values out of the prefix cache, and copies of them out of the host tier."""
         if self.prefix is not None:
             self.prefix.purge(blocks)
 
@@ -170,6 +206,10 @@ class KVManager:
         if prefix is not None:
             prefix.publish(request.request_id, request.token_ids, request.params.cache_salt, num_tokens)
         request.next_cacheable_at = sys.maxsize if prefix is None else prefix.next_end(num_tokens)
+
+    def _may_share(self, request: Request) -> bool:
+        """Whether a request may begin on blocks of others: prompt log-probabilities need all tokens computed."""
+        return self._prefix_of(request) is not None and request.params.prompt_logprobs is None
 
     def _prefix_of(self, request: Request) -> PrefixCache | None:
         """The prefix cache; None under ``num_prefill_tokens``, since shared blocks step down when others allow it."""
@@ -216,7 +256,10 @@ class KVManager:
         return min((group.next_aging(request.num_computed_tokens) for group in groups), default=sys.maxsize)
 
     def demote(self, steps: list[tuple[Block, int]]) -> int:
-        return self.tables.demote(steps)
+        done = self.tables.demote(steps)
+        if self._host is not None:
+            self._host.stepped_down(block for block, _ in steps)
+        return done
 
     def nbytes(self, request: Request) -> int:
         """Bytes of a request's blocks, shared ones divided among the requests that hold them."""

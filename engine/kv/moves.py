@@ -70,6 +70,7 @@ def take_moves(tables: BlockTables) -> tuple[MoveCommand, list[Block]]:
     store = tables.store
     noted, store.waves = store.waves, []
     holes, store.holes = store.holes, {}
+    outs, written, fetched = ({}, (), ()) if store.host is None else store.host.take()
     waves, blocks = [], list[Block]()
     for number, moves in enumerate(noted):
         banked = [(move.block.group, move.bank, move) for move in moves if move.bank is not None]
@@ -85,10 +86,12 @@ def take_moves(tables: BlockTables) -> tuple[MoveCommand, list[Block]]:
             launches.append(MoveLaunch(index, old, new, group.sizes[old], src, dst, banks, num_windows))
             if old != new and group.spec.rungs[old].has_dense:
                 blocks += [move.block for move in part]
-        waves.append(Wave(mined, centres, launches, holes.get(number)))
-    if len(noted) in holes:
-        waves.append(Wave([], [], [], holes[len(noted)]))
-    return MoveCommand(waves, [(slot.address, slot.nbytes) for slot in store.take_fresh()]), blocks
+        waves.append(Wave(mined, centres, launches, holes.get(number), outs.get(number, ())))
+    last = len(noted)
+    if last in holes or last in outs:
+        waves.append(Wave([], [], [], holes.get(last), outs.get(last, ())))
+    fresh = [(slot.address, slot.nbytes) for slot in store.take_fresh()]
+    return MoveCommand(waves, fresh, written, fetched), blocks
 
 
 def _rungs(move: Move) -> tuple[int, int, int]:

@@ -11,15 +11,21 @@ and those in sight of the next token in groups with a window, which may be given
 from __future__ import annotations
 
 import hashlib
+import sys
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 from .block import Block
+from .host_piece import HostBlock
+from .host_tier import HostTier
+from .host_traffic import HostTraffic
 from .idle import Entry, IdleBlocks
 from .spec import GroupSpec
 from .table import BlockTables
+
+B = TypeVar("B", bound=Block | HostBlock)
 
 
 class Hit(NamedTuple):
@@ -41,9 +47,12 @@ class Hit(NamedTuple):
 
 
 class PrefixCache:
-    """Finds, keeps and gives up shared blocks. Holds one reference on each; owned by the scheduler's thread."""
+    """Finds, keeps and gives up shared blocks. Holds one reference on each; owned by the scheduler's thread.
 
-    def __init__(self, tables: BlockTables, model: str):
+    What it gives up leaves a copy in the ``host`` tier, if there is one.
+    """
+
+    def __init__(self, tables: BlockTables, model: str, host: HostTier | None = None):
         self._tables = tables
         self._model = model
         groups = tables.spec.groups
@@ -53,7 +62,8 @@ class PrefixCache:
         self._of_block: dict[Block, Entry] = {}
         self._children: dict[bytes, int] = {}
         self.idle = IdleBlocks(groups, self._entries, self._children, self._of_block)
-        tables.store.on_lone = self.idle.fell_idle
+        tables.store.on_lone, tables.store.host = self.idle.fell_idle, host
+        self.host = None if host is None else HostTraffic(self, tables, host)
         self._published: dict[str, tuple[int, bytes]] = {}  # request -> blocks filed, key of the last
         self.reset_counters()
 
@@ -73,19 +83,48 @@ class PrefixCache:
         Blocks that are counted as dense for a request of ``tokens`` must still be dense.
         """
         self.num_queried_tokens += limit
-        key, found, allowed = self._root(salt), list[Entry | None](), self._allowed(len(tokens), floor)
+        pieces = (self.cached(key, piece) for key, _, piece in self.pieces(tokens, salt, limit))
+        return self._take(self.longest(pieces, len(tokens), floor))
+
+    def pieces(self, tokens: list[int], salt: str, limit: int) -> Iterator[tuple[bytes, bytes, list[int]]]:
+        """Keys of the pieces within the first ``limit`` of ``tokens``, each with the one before and its tokens."""
+        key = self._root(salt)
         for index in range(self._num_pieces(limit)):
             piece = tokens[self._piece(index)]
-            key = _extend(key, piece)
-            entry = self._entries.get(key)
-            if entry is not None and entry.tokens != array("q", piece):
-                entry = None
-            if self._full and (entry is None or not _serves(entry, index, allowed)):
+            parent, key = key, _extend(key, piece)
+            yield key, parent, piece
+
+    def cached(self, key: bytes, piece: list[int]) -> Sequence[Block | None]:
+        """The cached blocks of a piece, by group."""
+        entry = self._entries.get(key)
+        if entry is None or entry.tokens != array("q", piece):
+            return (None,) * len(self._tables.groups)
+        return entry.blocks
+
+    def longest(self, pieces: Iterable[Sequence[B | None]], num_tokens: int, floor: int) -> list[Sequence[B | None]]:
+        """The first of ``pieces``, blocks by group, that all groups can serve to a request of ``num_tokens``."""
+        found, allowed = list[Sequence[B | None]](), self._allowed(num_tokens, floor)
+        for index, blocks in enumerate(pieces):
+            if self._full and not _serves(blocks, index, allowed):
                 break
-            found.append(entry)
+            found.append(blocks)
         served = [self._served(group, found, floor) for group in self._windows]
-        number = next(n for n in range(len(found), -1, -1) if all(each[n] for each in served))
-        return self._take(found[:number])
+        return found[: next(n for n in range(len(found), -1, -1) if all(each[n] for each in served))]
+
+    def limits(self, num_tokens: int, floor: int) -> list[tuple[int, int]]:
+        """By group the narrowest rung that serves a request of ``num_tokens``, and how many pieces may stand on it."""
+        limits = [(group.floors[floor], sys.maxsize) for group in self._tables.spec.groups]
+        for group, narrowest, number in self._allowed(num_tokens, floor):
+            limits[group] = narrowest, number
+        return limits
+
+    def in_sight(self, number: int) -> list[list[int]]:
+        """By group those of the first ``number`` pieces that the token behind them sees."""
+        num_tokens, sink = self._piece(number - 1).stop, self._tables.spec.main.num_token_slots
+        return [
+            [0] * group.sees_sink(num_tokens) + list(range(sink + group.num_passed(num_tokens), number))
+            for group in self._tables.spec.groups
+        ]
 
     def _allowed(self, num_tokens: int, floor: int) -> list[tuple[int, int, int]]:
         """For each group that sees all tokens: its index, its narrowest rung, and how many pieces may stand on it."""
@@ -96,7 +135,7 @@ class PrefixCache:
             allowed.append((index, narrowest, group.num_token_slots + group.split(num_tokens, narrowest)[1]))
         return allowed
 
-    def _served(self, index: int, found: Sequence[Entry | None], floor: int) -> list[bool]:
+    def _served(self, index: int, found: Sequence[Sequence[Block | HostBlock | None]], floor: int) -> list[bool]:
         """For each number of pieces from 0, whether a group with a window has those in sight of the next token.
 
         They may be narrow behind the recent window of that token, so that a request shares no more narrow blocks than
@@ -104,36 +143,26 @@ class PrefixCache:
         """
         group = self._tables.spec.groups[index]
         sink, narrowest, missing, narrow, served = group.num_token_slots, group.floors[floor], 0, 0, [True]
-        for number, entry in enumerate(found, 1):
-            block = None if entry is None else entry.blocks[index]
+        for number, blocks in enumerate(found, 1):
+            block = blocks[index]
             if number > sink and (block is None or block.rung > narrowest):
                 missing = number
             elif block is not None and block.rung > 0:
                 narrow = number
             end = self._piece(number - 1).stop
             first, aged = group.num_passed(end), group.newest(end) // group.block_tokens
-            has_sink = not group.sees_sink(end) or (found[0] is not None and found[0].blocks[index] is not None)
+            has_sink = not group.sees_sink(end) or found[0][index] is not None
             served.append(has_sink and missing <= sink + first and narrow <= sink + max(first, aged))
         return served
 
-    def _take(self, found: Sequence[Entry | None]) -> Hit:
+    def _take(self, found: Sequence[Sequence[Block | None]]) -> Hit:
         """The hit of these pieces."""
         if not found:
             return Hit()
-        num_tokens, sink = self._piece(len(found) - 1).stop, self._tables.spec.main.num_token_slots
+        num_tokens = self._piece(len(found) - 1).stop
         self.num_hit_tokens += num_tokens
-        blocks: list[list[Block]] = []
-        for index, group in enumerate(self._tables.spec.groups):
-            pieces = [0] if group.sees_sink(num_tokens) else []
-            pieces += range(sink + group.num_passed(num_tokens), len(found))
-            blocks.append([])
-            for piece in pieces:
-                entry = found[piece]
-                assert entry is not None
-                block = entry.blocks[index]
-                assert block is not None
-                blocks[-1].append(block)
-        hit = Hit(num_tokens, [block for own in blocks for block in own])
+        blocks = [found[piece][group] for group, pieces in enumerate(self.in_sight(len(found))) for piece in pieces]
+        hit = Hit(num_tokens, [block for block in blocks if block is not None])
         self.hit_tokens.update(hit.by_rung(self._tables.spec.main, self._tables.main.index))
         return hit
 
@@ -149,12 +178,10 @@ class PrefixCache:
         for index in range(filed, num_pieces):
             piece = tokens[self._piece(index)]
             parent, key = key, _extend(key, piece)
-            self._file(
-                key, parent, array("q", piece), [group.piece(request_id, index) for group in self._tables.groups]
-            )
+            self.file(key, parent, array("q", piece), [group.piece(request_id, index) for group in self._tables.groups])
             self._published[request_id] = (index + 1, key)
 
-    def _file(self, key: bytes, parent: bytes, tokens: array[int], blocks: Sequence[Block | None]) -> None:
+    def file(self, key: bytes, parent: bytes, tokens: array[int], blocks: Sequence[Block | None]) -> None:
         """Files blocks of one piece, where they are worth more than those that are filed for it; None: given back."""
         entry = self._entries.get(key)
         if entry is not None and entry.tokens != tokens:
@@ -179,6 +206,10 @@ class PrefixCache:
             del self._of_block[before]
             self._tables.store.drop(before)
 
+    def entry_of(self, block: Block) -> Entry | None:
+        """The entry in which ``block`` is filed."""
+        return self._of_block.get(block)
+
     def next_end(self, num_computed: int) -> int:
         """Token count at which one more block is full than at ``num_computed``."""
         end: int = self._piece(self._num_pieces(num_computed)).stop
@@ -198,21 +229,28 @@ class PrefixCache:
         found = self.idle.next_exit()
         if found is not None:
             entry, window = found
+            if self.host is not None:
+                self.host.move_out(entry, entry.blocks if window is None else [entry.blocks[window]])
             if window is None:
                 self._remove(entry)
             else:
                 self._remove_part(entry, window)
         return found is not None
 
-    def purge(self, blocks: Iterable[Block]) -> None:
-        """Takes out entries of blocks whose values are not trusted."""
-        for entry in {self._of_block[block]: None for block in blocks if block in self._of_block}:
+    def purge(self, blocks: Collection[Block]) -> None:
+        """Takes out entries of blocks whose values are not trusted, and copies of them."""
+        entries = list({self._of_block[block]: None for block in blocks if block in self._of_block})
+        for entry in entries:
             self._remove(entry)
+        if self.host is not None:
+            self.host.purge(blocks, entries)
 
     def clear(self) -> None:
         """Gives up everything; blocks that requests share stay theirs."""
         for block in self._of_block:
             self._tables.store.drop(block)
+        if self.host is not None:
+            self.host.clear()
         for book in (self._entries, self._of_block, self._children, self.idle, self._published):
             book.clear()
 
@@ -257,10 +295,10 @@ class PrefixCache:
         return slice(0 if index == 0 else stop - group.block_tokens, stop)
 
 
-def _serves(entry: Entry, index: int, allowed: Iterable[tuple[int, int, int]]) -> bool:
+def _serves(blocks: Sequence[Block | HostBlock | None], index: int, allowed: Iterable[tuple[int, int, int]]) -> bool:
     """Whether the blocks of piece ``index`` are wide enough in the groups of ``PrefixCache._allowed``."""
     for group, narrowest, num_narrow in allowed:
-        block = entry.blocks[group]
+        block = blocks[group]
         if block is None or block.rung > (narrowest if index < num_narrow else 0):
             return False
     return True

@@ -18,6 +18,7 @@ from .block import Block, Move
 
 if TYPE_CHECKING:
     from .group import GroupTables
+    from .host_tier import HostTier
 
 
 class BlockStore:
@@ -29,6 +30,7 @@ class BlockStore:
         self.waves: list[list[Move]] = []
         self.holes: dict[int, tuple[int, int]] = {}  # addresses of the arena's hole, by the number of waves before
         self.on_lone: Callable[[Block], None] | None = None  # called with each block left with one owner
+        self.host: HostTier | None = None  # whose copies go with the moves
         self.num_demotions: Counter[tuple[str, str]] = Counter()  # of requests' blocks, by names of rungs
         self.num_idle_demotions: Counter[tuple[str, str]] = Counter()  # of blocks that no request holds
         self._owner: dict[Slot, Block] = {}
@@ -46,13 +48,20 @@ class BlockStore:
 
     def new_block(self, group: GroupTables, rung: int, floor: int, bank: Bank | None = None) -> Block:
         """A block of ``group`` with one owner, a request of that ``floor``. Raises ``ArenaError`` without room."""
+        return self._make(group, rung, floor, [floor], bank)
+
+    def new_idle_block(self, group: GroupTables, rung: int) -> Block:
+        """A block of ``group`` whose owner is no request. Raises ``ArenaError`` without room."""
+        return self._make(group, rung, len(group.spec.rungs) - 1, [])
+
+    def _make(self, group: GroupTables, rung: int, floor: int, holders: list[int], bank: Bank | None = None) -> Block:
         size = group.sizes[rung]
         slot = self.arena.allocate(size)
         while slot is None:
             if not self._evacuate():
                 raise ArenaError("the arena has less room than it says")
             slot = self.arena.allocate(size)
-        block = self._owner[slot] = Block(slot, group.index, rung, floor, group.number(), holders=[floor], bank=bank)
+        block = self._owner[slot] = Block(slot, group.index, rung, floor, group.number(), holders=holders, bank=bank)
         self._fresh[slot] = None
         self.note_hole()
         group.made(block)

@@ -27,6 +27,8 @@ from .registry import Registry
 from .resizer import Resize, Resizer
 from .submission import Completion, Submission
 
+COPY_RATE = 20e9  # bytes a second to and from host memory beside a step: less than PCIe has, so that no step waits
+
 
 class EngineCore:
     """Runs submissions to their end.
@@ -140,6 +142,7 @@ class EngineCore:
         self.last_step = None
         num_followed = len(self._in_flight)  # steps under way that the next one builds on
         began_at = time.monotonic()
+        self.scheduler.copy_nbytes = round(self._timer.seconds * COPY_RATE) if self.scheduler.running else None
         launched = self._launch(self.scheduler.schedule(), began_at)
         may_run_ahead = self.runs_ahead and launched and not self.registry.suspects
         while len(self._in_flight) > may_run_ahead:
@@ -151,9 +154,12 @@ class EngineCore:
             self.basis_watch.look()
 
     def _launch(self, batch: ScheduledBatch, began_at: float) -> bool:
-        """Launches ``batch`` after its moves; ``False`` if it is empty or cannot be launched."""
+        """Launches ``batch`` after its moves; ``False`` if it is empty or cannot be launched.
+
+        Copies to and from host memory do not wait for one that is not empty.
+        """
         if not batch.items:
-            if self.resizer.is_pending and not self._in_flight:
+            if (self.resizer.is_pending or self.space.has_copies) and not self._in_flight:
                 self._carry_out_moves()
             return False
         moves = self.runner.launch_moves()
@@ -166,13 +172,15 @@ class EngineCore:
             pending = self.runner.launch(batch, self.registry.rows)
         except Exception as error:
             pending = NotLaunched(error)
-        self._in_flight.append(Launched(batch, moves, pending, began_at))
+        self._in_flight.append(Launched(batch, moves, pending, began_at, self.space.num_commands))
         self.counters.num_steps += 1
         return not isinstance(pending, NotLaunched)
 
     def _carry_out_moves(self) -> None:
         """Carries out the moves that stand in the books, for which no step comes."""
         self.recovery.fail_holders(self.runner.launch_moves().wait())
+        if not self._in_flight:  # else earlier commands may still tell of bad values
+            self.space.confirm(self.space.num_commands)
 
     def _collect(self, is_followed: bool) -> None:
         """Waits for the oldest step under way, and accepts its results.
@@ -181,6 +189,7 @@ class EngineCore:
         """
         step = self._in_flight.popleft()
         self.recovery.fail_holders(step.moves.wait())
+        self.space.confirm(step.command)
         try:
             results = [step.pending.wait()]
         except Exception as error:

@@ -26,13 +26,14 @@ class NotLaunched:
 class Launched:
     """A step under way: its batch, the moves before it, its results to come, and when work on it began.
 
-    ``began_at`` is in seconds of ``time.monotonic()``.
+    ``began_at`` is in seconds of ``time.monotonic()``. ``command``: number of the moves', as the host tier counts.
     """
 
     batch: ScheduledBatch
     moves: PendingMoves
     pending: Pending | NotLaunched
     began_at: float
+    command: int
 
 
 class StepTimer:
@@ -44,7 +45,8 @@ class StepTimer:
 
     def __init__(self, pace: Pace | None):
         self._pace = pace
-        self._ended_at = 0.0  # the step before, in seconds of ``time.monotonic()``
+        self.seconds = 0.0  # of the step that ended last
+        self._ended_at = 0.0  # that step, in seconds of ``time.monotonic()``
 
     def note(self, step: Launched) -> tuple[int | None, float]:
         """Notes that the results of ``step`` have been accepted.
@@ -52,7 +54,7 @@ class StepTimer:
         Returns the number of its single tokens, None if it has chunks, and its seconds.
         """
         now, num_chunk_tokens = time.monotonic(), step.batch.num_chunk_tokens
-        seconds = now - max(step.began_at, self._ended_at)
+        seconds = self.seconds = now - max(step.began_at, self._ended_at)
         if self._pace is not None and step.batch.has_single_tokens:
             self._pace.note(seconds, num_chunk_tokens)
         self._ended_at = now

@@ -45,7 +45,7 @@ SCHEDULING = (
         "cached blocks are given up last",
         "pressure",
         "Pressure.stretch",
-        "while room < num_tokens and self._yield_idle(request, num_tokens, spare):\n"
+        "while room < num_tokens and self._yield_idle(self.space.shortage(request, num_tokens, spare)):\n"
         "    room = self.space.room_for(request, num_tokens, spare)",
         "",
     ),

@@ -1,0 +1,258 @@
+"""The host tier: copies of cached blocks in the memory of the host, at the bits that they had. Books only, no torch.
+
+Copies of the same tokens make a piece, as entries of the prefix cache do. Pieces are kept in the order of their use,
+and each is older than the one whose tokens come before its own: where room lacks the end of a prefix leaves before its
+beginning. Slots that a command names stay as they are until the step after it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Sequence
+from math import lcm
+
+from .arena import Arena, Slot
+from .block import Block
+from .host_piece import Copies, Fetch, HostBlock, HostPiece, HostStats
+from .moves import HostCopy
+from .spec import KVSpec
+
+
+class HostTier:
+    """Keeps copies in ``nbytes`` of host memory, in slabs of ``slab_nbytes`` as in KV memory.
+
+    With several ranks ``nbytes`` are those of each, and addresses are equal.
+    """
+
+    def __init__(self, spec: KVSpec, nbytes: int, slab_nbytes: int):
+        align = lcm(*(group.align for group in spec.groups))
+        self.spec = spec
+        self.arena = Arena(nbytes - nbytes % align, slab_nbytes, block_nbytes=spec.main.widest.nbytes)
+        self.num_commands = 0  # that were taken
+        self._main = spec.groups.index(spec.main)
+        self._pieces: OrderedDict[bytes, HostPiece] = OrderedDict()  # by key, the least recently used first
+        self._unsure: dict[HostBlock, HostPiece] = {}  # copies whose sources are remembered
+        self._busy: dict[Slot, int] = {}  # slots in copies that may be under way, with the number of their command
+        self._leaving: list[Slot] = []  # busy ones that are to be freed
+        self._outs: dict[int, list[HostCopy]] = {}
+        self._writes: dict[HostBlock, HostPiece] = {}  # noted, and not taken yet
+        self._fetches: dict[HostBlock, Fetch] = {}  # that have not landed
+        self.reset_counters()
+
+    def reset_counters(self) -> None:
+        """Counts bytes and tokens anew."""
+        self._moved: Counter[str] = Counter()  # bytes by what became of them
+        self._fetched_tokens: Counter[str] = Counter()
+
+    def stats(self) -> HostStats:
+        """Bytes in use, and what has moved since the counters were reset."""
+        number, moved = sum(self.arena.live.values()) - len(self._leaving), self._moved
+        return HostStats(
+            self.arena.nbytes, self.arena.used_nbytes, number, moved["out"], moved["written"], moved["fetched"],
+            moved["dropped"], dict(self._fetched_tokens),
+        )  # fmt: skip
+
+    # ---- finding
+
+    def find(self, key: bytes, tokens: Sequence[int]) -> HostPiece | None:
+        """The piece of that key, if it is of the same tokens."""
+        piece = self._pieces.get(key)
+        return None if piece is None or piece.tokens != array("q", tokens) else piece
+
+    def keeps(self, key: bytes, group: int, rung: int) -> bool:
+        """Whether a copy is kept, or under way, that is as wide as ``rung`` or wider."""
+        piece = self._pieces.get(key)
+        copy = None if piece is None else piece.blocks[group]
+        return copy is not None and copy.rung <= rung
+
+    def is_coming(self, copy: HostBlock) -> bool:
+        """Whether a block is filled from ``copy`` that has not landed."""
+        return copy in self._fetches
+
+    def touch(self, keys: Collection[bytes]) -> None:
+        """Notes that the pieces of these keys, in the order of their tokens, are used."""
+        for key in reversed(list(keys)):
+            if key in self._pieces:
+                self._pieces.move_to_end(key)
+
+    # ---- copies
+
+    def move_out(self, key: bytes, parent: bytes, tokens: array[int], block: Block, num_waves: int) -> bool:
+        """Has ``block`` copied out behind so many waves of the next command, unless a copy as wide is kept.
+
+        Returns whether there is such a copy now.
+        """
+        piece = self._pieces.get(key)
+        copy = None if piece is None or piece.tokens != tokens else piece.blocks[block.group]
+        if copy is None or copy.rung > block.rung:
+            copy = self._keep(key, parent, tokens, block)
+            if copy is None:
+                return False
+        elif self._writes.pop(copy, None) is None:
+            return True
+        copy.source = block
+        self._note(self._outs.setdefault(num_waves, []), block, copy)
+        return True
+
+    def write(self, key: bytes, parent: bytes, tokens: array[int], block: Block) -> int:
+        """Has ``block`` copied beside the next step; returns its bytes, 0 if they find no room."""
+        copy = self._keep(key, parent, tokens, block)
+        if copy is None:
+            return 0
+        self._writes[copy] = self._pieces[key]
+        return copy.slot.nbytes
+
+    def fetch(self, piece: HostPiece, copy: HostBlock, block: Block) -> None:
+        """Has ``block`` filled with the bytes of ``copy`` beside the next step."""
+        self._busy[copy.slot] = self.num_commands + 1
+        self._fetches[copy] = Fetch(block, piece, copy, self.num_commands + 1)
+
+    def is_kept(self, piece: HostPiece, copy: HostBlock) -> bool:
+        """Whether a copy of ``piece`` was not given up, nor taken out, since it was found."""
+        return self._pieces.get(piece.key) is piece and piece.blocks[copy.group] is copy
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether copies are noted for the next command."""
+        return bool(self._outs or self._writes) or any(f.command > self.num_commands for f in self._fetches.values())
+
+    def take(self) -> Copies:
+        """The copies noted since the last call, which the next command carries out."""
+        command = self.num_commands + 1
+        outs, self._outs = self._outs, {}
+        written, fetched = list[HostCopy](), list[HostCopy]()
+        for copy, piece in list(self._writes.items()):
+            if copy.source is not None and copy.source.slot.alive:
+                self._note(written, copy.source, copy)
+            else:
+                self._remove(piece, copy)
+        self._writes.clear()
+        for fetch in self._fetches.values():
+            if fetch.command == command:
+                self._note(fetched, fetch.block, fetch.copy)
+                self._count_fetch(fetch.block)
+        self.num_commands = command
+        self._moved["out"] += sum(copy.nbytes for copies in outs.values() for copy in copies)
+        self._moved["written"] += sum(copy.nbytes for copy in written)
+        self._moved["fetched"] += sum(copy.nbytes for copy in fetched)
+        return Copies(outs, written, fetched)
+
+    def begin_step(self) -> list[Fetch]:
+        """Frees the slots of commands that were taken; returns the fetches that have landed with them."""
+        self._busy = {slot: command for slot, command in self._busy.items() if command > self.num_commands}
+        leaving, self._leaving = self._leaving, []
+        for slot in leaving:
+            self._release(slot)
+        landed = [fetch for fetch in self._fetches.values() if fetch.command <= self.num_commands]
+        for fetch in landed:
+            del self._fetches[fetch.copy]
+        return landed
+
+    def confirm(self, command: int) -> None:
+        """Notes that commands up to this one have ended, and that all of their bad values are known."""
+        for copy in [copy for copy in self._unsure if copy.command <= command]:
+            del self._unsure[copy]
+            copy.source = None
+
+    # ---- taking out
+
+    def distrust(self, blocks: Collection[Block]) -> None:
+        """Takes out the copies of ``blocks``, whose values turned out bad, as far as their sources are remembered."""
+        for copy, piece in [each for each in self._unsure.items() if each[0].source in blocks]:
+            self._remove(piece, copy)
+
+    def purge(self, key: bytes) -> None:
+        """Takes out the piece of that key."""
+        piece = self._pieces.get(key)
+        if piece is not None:
+            self._remove_all(piece)
+
+    def clear(self) -> list[Block]:
+        """Takes out everything; returns the blocks for which bytes were on their way."""
+        for piece in list(self._pieces.values()):
+            self._remove_all(piece)
+        fetches, self._fetches = self._fetches, {}
+        return [fetch.block for fetch in fetches.values()]
+
+    # ---- room
+
+    def _keep(self, key: bytes, parent: bytes, tokens: array[int], block: Block) -> HostBlock | None:
+        """A place for a copy of ``block``, instead of a narrower one; None if it would be the first to be given up."""
+        piece = self._pieces.get(key)
+        if piece is None:
+            piece = self._pieces[key] = HostPiece(key, parent, tokens, [None] * len(self.spec.groups))
+        elif piece.tokens != tokens:
+            return None
+        self._use(key)
+        slot = self._allocate(block.slot.nbytes, key)
+        if slot is not None:
+            if (before := piece.blocks[block.group]) is not None:
+                self._forget(before)
+            copy = HostBlock(slot, block.group, block.rung, self.num_commands + 1, block)
+            piece.blocks[block.group] = copy
+            self._unsure[copy] = piece
+            return copy
+        if not any(piece.blocks):
+            del self._pieces[key]
+        return None
+
+    def _use(self, key: bytes) -> None:
+        """Moves a piece, then all before it, to the end of the order."""
+        while (piece := self._pieces.get(key)) is not None:
+            self._pieces.move_to_end(key)
+            key = piece.parent
+
+    def _allocate(self, nbytes: int, key: bytes) -> Slot | None:
+        """A slot, for which pieces are given up that were used before that of ``key``."""
+        while (slot := self.arena.allocate(nbytes)) is None:
+            oldest = self._oldest(key)
+            if oldest is None:
+                return None
+            self._moved["dropped"] += sum(copy.slot.nbytes for copy in oldest.held())
+            self._remove_all(oldest)
+        return slot
+
+    def _oldest(self, key: bytes) -> HostPiece | None:
+        """The least recently used piece that can be given up at once, if it comes before that of ``key``."""
+        for piece in self._pieces.values():
+            if piece.key == key:
+                return None
+            if not any(copy.slot in self._busy or copy in self._writes for copy in piece.held()):
+                return piece
+        return None
+
+    def _remove_all(self, piece: HostPiece) -> None:
+        for copy in list(piece.held()):
+            self._remove(piece, copy)
+
+    def _remove(self, piece: HostPiece, copy: HostBlock) -> None:
+        """Takes a copy out, and its piece if it was the last."""
+        piece.blocks[copy.group] = None
+        self._forget(copy)
+        if not any(piece.blocks):
+            del self._pieces[piece.key]
+
+    def _forget(self, copy: HostBlock) -> None:
+        """Frees the slot of a copy as soon as no command needs it."""
+        self._unsure.pop(copy, None)
+        self._writes.pop(copy, None)
+        self._release(copy.slot)
+
+    def _release(self, slot: Slot) -> None:
+        if slot in self._busy:
+            self._leaving.append(slot)
+        else:
+            self.arena.release(slot)
+
+    def _note(self, copies: list[HostCopy], block: Block, copy: HostBlock) -> None:
+        """Notes a copy of the next command between a block and its ``copy``."""
+        copy_nbytes = copy.slot.nbytes
+        self._busy[copy.slot] = self.num_commands + 1
+        copies.append(HostCopy(block.slot.address, copy.slot.address, copy_nbytes))
+
+    def _count_fetch(self, block: Block) -> None:
+        if block.group == self._main:
+            group = self.spec.main
+            name = group.rungs[max(0, block.rung)].name
+            self._fetched_tokens[name] += group.block_tokens if block.rung >= 0 else group.sink

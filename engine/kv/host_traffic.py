@@ -1,0 +1,165 @@
+"""What moves between the prefix cache and the host tier: blocks that leave, that may leave, that come back. No torch.
+
+A block that is given up leaves a copy, unless one as wide is kept. Idle blocks that can step down no more are copied
+ahead of that, beside the steps, so that giving them up costs nothing. A request that waits has the pieces that it lacks
+fetched, in the order of its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from ..request import Request
+from .block import Block
+from .fetching import Fetching, Missing
+from .host_piece import HostBlock, HostPiece
+from .host_tier import HostTier
+from .idle import Entry
+from .table import BlockTables
+
+if TYPE_CHECKING:
+    from .prefix import PrefixCache
+
+
+class HostTraffic:
+    """Notes copies between the blocks of ``prefix`` and ``tier``; owned by the prefix cache."""
+
+    def __init__(self, prefix: PrefixCache, tables: BlockTables, tier: HostTier):
+        self.tier = tier
+        self._prefix, self._tables = prefix, tables
+        self._nbytes_left: int | None = None  # of the copies beside this step; None: any number
+        self._has_copied = False  # whether any were noted in this step
+        prefix.idle.watch_settled()
+
+    def begin_step(self, nbytes: int | None) -> None:
+        """Files the blocks that have come since the last step; ``nbytes`` may be copied beside the next one."""
+        self._nbytes_left, self._has_copied = nbytes, False
+        landed = self.tier.begin_step()
+        for block, piece, copy, _ in landed:
+            if self.tier.is_kept(piece, copy):
+                blocks: list[Block | None] = [None] * len(self._tables.groups)
+                blocks[block.group] = block
+                self._prefix.file(piece.key, piece.parent, piece.tokens, blocks)
+        for fetch in reversed(landed):  # the beginning of a prefix falls idle last
+            self._tables.store.drop(fetch.block)
+
+    # ---- out
+
+    def move_out(self, entry: Entry, blocks: Iterable[Block | None]) -> bool:
+        """Has ``blocks`` of an entry leave copies; whether there are copies of all then."""
+        number = len(self._tables.store.waves)
+        out = [
+            self.tier.move_out(entry.key, entry.parent, entry.tokens, block, number)
+            for block in blocks
+            if block is not None
+        ]
+        return all(out)
+
+    def park(self, blocks: Sequence[Block]) -> int:
+        """Has those of a request's ``blocks`` that are filed leave copies, the last first.
+
+        Returns the tokens of the main group of which there are copies then.
+        """
+        num_tokens = 0
+        for block in reversed(blocks):
+            entry = self._prefix.entry_of(block)
+            if entry is not None and self.move_out(entry, [block]) and block.group == self._tables.main.index:
+                num_tokens += len(entry.tokens)
+        return num_tokens
+
+    def stepped_down(self, blocks: Iterable[Block]) -> None:
+        """Notes that ``blocks`` stepped down."""
+        self._prefix.idle.file_settled(blocks)
+
+    def write_ahead(self) -> None:
+        """Copies blocks that are idle and can step down no more, those that are so for longest first."""
+        idle, tier = self._prefix.idle, self.tier
+        while (block := idle.next_settled()) is not None:
+            entry = self._prefix.entry_of(block)
+            if entry is not None and not tier.keeps(entry.key, block.group, block.rung):
+                if not self.may_copy(block.slot.nbytes):
+                    return
+                self.count(tier.write(entry.key, entry.parent, entry.tokens, block))
+            idle.pass_settled()
+
+    def may_copy(self, nbytes: int) -> bool:
+        """Whether so many bytes more may be copied beside the next step; the first ones always."""
+        return self._nbytes_left is None or not self._has_copied or nbytes <= self._nbytes_left
+
+    def count(self, nbytes: int) -> None:
+        """Notes that so many bytes are copied beside the next step."""
+        self._has_copied |= nbytes > 0
+        if self._nbytes_left is not None:
+            self._nbytes_left -= nbytes
+
+    # ---- back
+
+    def begin_fetching(self, request: Request) -> Fetching | None:
+        """The pieces that a waiting request can use from the host, behind those that were fetched for it before.
+
+        A piece is taken from KV memory where it can serve from there. None if the host has nothing that is missing.
+        """
+        prefix, tier, num_tokens = self._prefix, self.tier, request.num_tokens
+        limits = prefix.limits(num_tokens, request.floor)
+        keys, pieces, found = list[bytes](), list[HostPiece | None](), list[list[Block | HostBlock | None]]()
+        for key, _, tokens in prefix.pieces(request.token_ids, request.params.cache_salt, num_tokens - 1):
+            index, piece, blocks = len(keys), tier.find(key, tokens), prefix.cached(key, tokens)
+            rungs = [narrowest if index < number else 0 for narrowest, number in limits]
+            is_new = index >= request.num_fetched_pieces
+            copies = [None] * len(rungs) if piece is None else piece.blocks
+            found.append([self._choose(*each, is_new) for each in zip(blocks, copies, rungs, strict=True)])
+            keys.append(key)
+            pieces.append(piece)
+        number = len(prefix.longest(found, num_tokens, request.floor))
+        tier.touch(keys[:number])
+        return self._fetching(request, pieces[:number], found[:number])
+
+    def _choose(
+        self, block: Block | None, copy: HostBlock | None, narrowest: int, is_new: bool
+    ) -> Block | HostBlock | None:
+        """The cached ``block``, or else its copy if that can serve on the rung ``narrowest`` or above.
+
+        No copy that was fetched before or whose values may still turn out bad, unless it is on its way.
+        """
+        if copy is None or copy.rung > narrowest or (block is not None and block.rung <= narrowest):
+            return block
+        return copy if self.tier.is_coming(copy) or (is_new and copy.source is None) else block
+
+    def _fetching(
+        self,
+        request: Request,
+        pieces: Sequence[HostPiece | None],
+        found: Sequence[Sequence[Block | HostBlock | None]],
+    ) -> Fetching | None:
+        """What is missing of these pieces."""
+        if not pieces:
+            return None
+        missing: dict[int, list[HostBlock]] = {}
+        held, is_coming = list[Block](), False
+        for group, in_sight in enumerate(self._prefix.in_sight(len(pieces))):
+            for index in in_sight:
+                block = found[index][group]
+                if isinstance(block, Block):
+                    held.append(block)
+                elif block is not None and self.tier.is_coming(block):
+                    is_coming = True
+                elif block is not None:
+                    missing.setdefault(index, []).append(block)
+        if not missing and not is_coming:
+            return None
+        needed = [Missing(i, piece, missing[i]) for i, piece in enumerate(pieces) if piece and i in missing]
+        return Fetching(self._tables, self, request, needed, held, is_coming)
+
+    # ---- taking out
+
+    def purge(self, blocks: Collection[Block], entries: Iterable[Entry]) -> None:
+        """Takes out the copies of ``blocks``, and of those of ``entries``, whose values are not trusted."""
+        for entry in entries:
+            self.tier.purge(entry.key)
+        self.tier.distrust(blocks)
+
+    def clear(self) -> None:
+        """Gives up all copies, and blocks that wait for their bytes."""
+        for block in self.tier.clear():
+            self._tables.store.drop(block)
