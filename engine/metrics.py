@@ -56,7 +56,8 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
         host_bytes_used, host_bytes_peak: of copies of cached blocks now, and the most at one moment.
         host_blocks: copies of cached blocks.
         host_bytes_written, host_bytes_fetched, host_bytes_dropped: copied there, copied back, and given up for others.
-        host_fetched_tokens: of prefixes that came back; where layers have different windows, in those that see the most.
+        host_fetched_tokens: of prefixes that came back; where layers have different windows, in those that see the
+            most.
     """
 
     time: float

@@ -35,3 +35,8 @@ class Started:
     threads: ThreadChoice  # CPU threads of the engine's own thread
     summary: list[str]
     workers: WorkerGroup | None = None  # the other ranks under tensor parallelism
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that share the model."""
+        return 1 if self.workers is None else self.workers.ranks.size

@@ -25,6 +25,7 @@ from .device.logits import CausalLM
 from .device.memory import check_free, default_kv_memory, free_memory
 from .device.runner import Runner
 from .errors import CapacityError, ConfigError
+from .kv.host_tier import HostTier
 from .kv.manager import KVManager
 from .kv.prefix import PrefixCache
 from .kv.slabs import MAX_SLAB_BLOCKS
@@ -93,7 +94,8 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
     host = allocate_host(host_nbytes, device) if host_nbytes else None
 
     def make_space() -> KVManager:
-        prefix = PrefixCache(cache.tables, loaded.name) if config.prefix_caching else None
+        tier = HostTier(ladder.spec, host_nbytes, cache.arena.slab_nbytes) if host_nbytes else None
+        prefix = PrefixCache(cache.tables, loaded.name, tier) if config.prefix_caching else None
         return KVManager(cache.tables, prefix, config.kv_quota)
 
     name = "demo" if config.model is None else loaded.name

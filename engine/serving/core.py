@@ -127,6 +127,8 @@ class EngineCore:
         self.runner.cache.reset_counters()
         if self.space.prefix is not None:
             self.space.prefix.reset_counters()
+            if self.space.prefix.host is not None:
+                self.space.prefix.host.tier.reset_counters()
 
     def free(self) -> None:
         """Lets go of the model and the KV memory; the core can do nothing after that."""
