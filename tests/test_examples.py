@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import configparser
 import json
+import re
 import runpy
 import shlex
 import sys
@@ -30,6 +31,16 @@ def test_each_example_is_listed() -> None:
     page = (ROOT / "docs/examples.md").read_text()
     names = [path.name for path in FOLDER.iterdir() if path.is_file()]
     assert len(names) >= 8 and [name for name in names if f"`examples/{name}`" not in page] == []
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
+    """Counters end in ``_total``, histograms in ``_bucket``, which docs/serving.md leaves out."""
+    board = json.loads((FOLDER / "grafana.json").read_text())
+    asked = {m for panel in board["panels"] for t in panel["targets"] for m in re.findall(r"qkv:(\w+)", t["expr"])}
+    known = set(re.findall(r"`qkv:(\w+)`", (ROOT / "docs/serving.md").read_text()))
+    assert len(asked) >= 15 and {re.sub("_(total|bucket)$", "", name) for name in asked} <= known
+    places = [(p["gridPos"]["x"], p["gridPos"]["y"]) for p in board["panels"]]
+    assert len(set(places)) == len(places) == len({p["id"] for p in board["panels"]})
 
 
 def test_stream(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -123,12 +123,13 @@ def _compressed_tensors(fields: Fields) -> Scheme:
 def _compressed_format(weights: Fields, kind: str, fields: Fields) -> WeightFormat:
     strategy, number = weights.string("strategy", "tensor"), weights.string("type", "int")
     symmetric = weights.boolean("symmetric", True)
-    if kind == "float-quantized" and number == "float" and strategy in ("tensor", "channel", "block"):
+    is_plain = kind == "naive-quantized"  # a tensor of 8-bit numbers: the name where inputs are not quantized, too
+    if (is_plain or kind == "float-quantized") and number == "float" and strategy in ("tensor", "channel", "block"):
         _bits(weights, "num_bits", 8)
         if strategy == "block" and weights.get("block_structure") != [128, 128]:
             raise _refuse(weights, "block_structure", "[128, 128]")
         return Float8("weight_scale", strategy)
-    if kind == "int-quantized" and number == "int" and strategy in ("tensor", "channel", "group"):
+    if (is_plain or kind == "int-quantized") and number == "int" and strategy in ("tensor", "channel", "group"):
         if not symmetric:
             raise _refuse(weights, "symmetric", "true of 8 bits")
         group = _group(weights, required=True) if strategy == "group" else None
@@ -141,7 +142,8 @@ def _compressed_format(weights: Fields, kind: str, fields: Fields) -> WeightForm
             raise _refuse(weights, "actorder", "weight, static")
         group = _group(weights, required=True) if strategy == "group" else None
         return Integers(bits, group, packed=True, zeros=not symmetric)
-    raise _refuse(fields, "format", "float-quantized, int-quantized and pack-quantized, of tensors, channels or groups")
+    kinds = "float-quantized, int-quantized, naive-quantized and pack-quantized"
+    raise _refuse(fields, "format", f"{kinds}, of tensors, channels or groups")
 
 
 def _fp8(fields: Fields) -> Scheme:

@@ -47,11 +47,12 @@ HEADS, HEAD_DIM, SINK = 8, 128, 32
 GROUP = 4  # query heads a KV head, where no other number is asked for
 BF16 = torch.bfloat16
 KITTY_V = "int2-token-128"  # V beside Kitty's K, as in its paper
-GRADED = {  # layouts of K and V by code bits an element; the last as plans of 1.4 bits have them
+GRADED = {  # layouts of K and V by code bits an element; the last as plans of 1.75 and 1.4 bits have them
     "graded-1.25": ("graded-16x4-48x2",) * 2,
     "graded-1.5": ("graded-32x4-32x2",) * 2,
     "graded-2": ("graded-16x8-16x4-32x2",) * 2,
-    "spectral-1.38": ("graded-48x4-16x2", "graded-16x8"),
+    "spectral-1.5": ("graded-64x4", "graded-16x8"),
+    "spectral-1.25": ("graded-32x4-32x2", "graded-16x8"),
 }
 SPLITS = (8, 16, 32)  # blocks an item
 TUNINGS = [Tuning(w, s) for w, s in ((1, 3), (1, 4), (1, 5), (2, 2), (2, 3), (2, 5))]
