@@ -26,6 +26,7 @@ from .resizing import resize
 from .serving.loop import EngineLoop
 from .serving.snapshot import take_snapshot
 from .serving.submission import Submission
+from .sleeping import sleep
 from .started import Started
 from .startup import start
 from .text.tokenizer import Tokenizer
@@ -295,6 +296,29 @@ class Engine(Closable):
         seconds while a shrink goes on. Raises ``CapacityError``, which names the smallest size possible now.
         """
         return resize(self._alive, self._loop, self._intake, size, timeout)
+
+    def sleep(self, *, timeout: float | None = None) -> bool:
+        """Gives the model's and all KV memory back until ``wake``; returns whether the engine sleeps.
+
+        Requests that run wait, new ones too. What is cached moves to ``host_memory`` at the bits it has, as far as
+        there is room; all else is computed again. Returns after ``timeout`` seconds while the step under way goes on.
+        Raises ``ConfigError`` for an engine of several ranks.
+        """
+        return sleep(self._alive, self._loop, timeout)
+
+    def wake(self) -> None:
+        """Loads the model again, and goes on with the requests that wait; nothing happens if the engine is awake.
+
+        Raises ``CapacityError`` where memory lacks now, ``ModelError`` for a checkpoint that was altered. The engine
+        sleeps on then.
+        """
+        started = self._alive
+        self._loop.call(lambda: started.waker.wake(started.core))
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the engine sleeps."""
+        return self._alive.core.sleeper.is_asleep
 
     def close(self) -> None:
         """Ends all requests, stops the thread and frees memory. May be called again."""

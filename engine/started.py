@@ -17,6 +17,7 @@ from .text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from .parallel.worker_group import WorkerGroup
     from .serving.core import EngineCore
+    from .sleeping import Waker
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Started:
     ladder: Ladder
     threads: ThreadChoice  # CPU threads of the engine's own thread
     summary: list[str]
+    waker: Waker
     workers: WorkerGroup | None = None  # the other ranks under tensor parallelism
 
     @property

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
 
 from qkv_engine.models.basis import calibrated_variances
+from qkv_engine.models.checkpoint import weights_digest
 from qkv_engine.models.loader import weights_nbytes
 from qkv_engine.models.ranks import ALONE
 from qkv_engine.scheduler import Pace, Scheduler
@@ -19,7 +21,7 @@ from .device.cache import KVCache
 from .device.cpu.thread_choice import ThreadChoice
 from .device.cpu.threads import choose_threads
 from .device.gpu.warm_up import warm_up
-from .device.host_memory import allocate_host
+from .device.host_memory import HostMemory, allocate_host
 from .device.layouts import Ladder
 from .device.logits import CausalLM
 from .device.memory import check_free, default_kv_memory, free_memory
@@ -37,6 +39,7 @@ from .parallel.commands import Setup
 from .serving.basis_watch import watch_bases
 from .serving.core import EngineCore
 from .sizes import format_least, format_size, parse_size
+from .sleeping import Waker
 from .started import Started
 from .text.tokenizer import Tokenizer
 from .validation import default_params, describe_defaults, eos_token_ids
@@ -116,9 +119,8 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
     runner = Runner(cache, backend, layout)
     if device.type == "cuda":
         warm_up(runner)
-    captured = None
-    if config.warm_up == "full":
-        captured = backend.capture(StepLimits(config.max_num_seqs, max_model_len, config.max_num_batched_tokens))
+    limits = StepLimits(config.max_num_seqs, max_model_len, config.max_num_batched_tokens)
+    captured = backend.capture(limits) if config.warm_up == "full" else None
     basis_watch = watch_bases(cache, calibrated_variances(loaded.model))
     core = EngineCore(
         scheduler,
@@ -151,8 +153,25 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
         ladder,
         threads,
         summary,
+        _waker(config, device, cache, layout, limits, host, loaded.folder),
         workers,
     )
+
+
+def _waker(
+    config: EngineConfig,
+    device: torch.device,
+    cache: KVCache,
+    layout: TableLayout,
+    limits: StepLimits,
+    host: HostMemory | None,
+    folder: Path | None,
+) -> Waker:
+    """What wakes the engine: of a model from the Hub the files that were found now."""
+    if folder is not None:
+        config = replace(config, model=folder)
+    digest = None if folder is None else weights_digest(folder)
+    return Waker(config, device, cache, layout, limits, host, folder, digest)
 
 
 def _load_tokenizer(folder: Path) -> Tokenizer | None:

@@ -38,9 +38,9 @@ class KVCache:
     ):
         """``context``: tokens of the longest request that the model takes. ``resizable``: of a GPU, too."""
         self.ladder, self._context = ladder, context
+        self._device, self._resizable = device, resizable
         self.tables = make_tables(ladder.spec, nbytes, granule_nbytes(device, resizable))
-        self.backing = allocate(self.arena.nbytes, device, self.arena.hole.chunk_nbytes, resizable)
-        self.memory = self.backing.tensor
+        self.take_up()
         self._capacity = 0, (0, 0)  # for a size
         self._is_copying = False  # beside the step before: the next command waits for that
         self.peak: Counter[str] = Counter()  # bytes by kind when the most were in use
@@ -53,8 +53,8 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held on the device."""
-        return self.arena.hole.held_nbytes
+        """Bytes held on the device; 0 while memory is put away."""
+        return self.arena.hole.held_nbytes if len(self.memory) else 0
 
     @property
     def capacity(self) -> tuple[int, int]:
@@ -67,6 +67,19 @@ class KVCache:
             first, last = (empty.max_tokens(rung, context=self._context) for rung in (0, self.ladder.last))
             self._capacity = self.arena.goal_nbytes, (first, last)
         return self._capacity[1]
+
+    def take_up(self) -> None:
+        """Has memory held, with nothing in it. Raises as ``allocate``."""
+        self.backing: KVMemory = allocate(
+            self.arena.range_nbytes, self._device, self.arena.hole.chunk_nbytes, self._resizable
+        )
+        self.memory = self.backing.tensor
+        self.backing.dig(*self.arena.hole.span)
+
+    def put_away(self) -> None:
+        """Gives all memory back. The books stay, which must be empty."""
+        self.backing = FixedMemory(0, self._device)
+        self.memory = self.backing.tensor
 
     def reset(self) -> None:
         """Forgets every block: the books are made anew, the tensor stays."""
