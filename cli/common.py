@@ -36,7 +36,7 @@ DEMO = "demo"  # the MODEL that stands for the one inside the package
 _OTHER_FIELDS = {"max_num_seqs": "batch_sweep"}
 
 _ENGINE_OPTIONS = (
-    *("model", "kv", "kv_memory", "dtype", "weights", "device"),
+    *("model", "kv", "kv_memory", "host_memory", "dtype", "weights", "device"),
     *("max_model_len", "extend_context", "cuda_graphs", "warm_up", "max_itl_ms", "tensor_parallel", "num_threads"),
     "revision",
 )
@@ -50,8 +50,13 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--debug", action="store_true", help="log everything, and show a traceback when something fails")
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, *, takes_kv_list: bool = False) -> None:
-    """The model and how its KV cache is kept; a command that compares presets takes a list of them."""
+def add_model_arguments(
+    parser: argparse.ArgumentParser, *, takes_kv_list: bool = False, caches_prefixes: bool = False
+) -> None:
+    """The model and how its KV cache is kept; a command that compares presets takes a list of them.
+
+    ``caches_prefixes``: requests may begin with the tokens of earlier ones.
+    """
     group = add_loading_arguments(parser)
     presets = ", ".join(f"{name} (default)" if name == DEFAULT_KV else name for name in sorted(preset_families()))
     metavar, noun = ("LIST", "KV presets, such as bf16,int4") if takes_kv_list else ("NAME", "KV preset")
@@ -59,6 +64,9 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, takes_kv_list: bool 
         "--kv", metavar=metavar, help=f"{noun}, how KV blocks are stored, or a plan file (.json): {presets}"
     )
     group.add_argument("--kv-memory", metavar="SIZE", help='memory for the KV cache, such as "20GiB" or "50%%"')
+    if caches_prefixes:
+        help = 'memory of the host in which cached prefixes sleep, such as "32GiB" (default: none)'
+        group.add_argument("--host-memory", metavar="SIZE", help=help)
     group.add_argument("--max-model-len", type=int, metavar="N", help="longest context in tokens")
     group.add_argument(
         "--extend-context",

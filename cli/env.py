@@ -11,7 +11,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from qkv_engine import __version__
-from qkv_engine.config import EngineConfig
+from qkv_engine.config import BLOCK_TOKENS, EngineConfig
 from qkv_engine.errors import CapacityError
 from qkv_engine.presets import resolve_kv
 from qkv_engine.sizes import format_size, parse_size
@@ -56,6 +56,7 @@ rungs, from the widest to the floor:
   bits                  the same with all metadata counted
   capacity tokens       of one request whose blocks all stand on the rung
   capacity requests     of the whole context together, if layers have windows
+  host tokens           of cached prefixes that --host-memory holds
 groups, if some layers see a window of tokens or have other heads:
   block                 bytes of a block of 128 tokens in these layers, at first
   most blocks           of a request that decodes, whatever its length
@@ -66,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``env``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
-    common.add_model_arguments(parser)
+    common.add_model_arguments(parser, caches_prefixes=True)
     results.add_arguments(parser.add_argument_group("output").add_argument)
 
 
@@ -112,6 +113,7 @@ def _capacity(args: argparse.Namespace) -> dict[str, Any]:
     facts |= {"threads": threads.number, "threads_reason": threads.reason}
     nbytes = _kv_nbytes(args, ladder, context, weights, device)
     capacities, reserve, shortage = _capacities(ladder, nbytes, context)
+    host = _host_nbytes(args)
     excess = _excess(weights, nbytes, free) or (shortage and common.describe_with(args)(shortage))
     model = {
         "name": args.model or "demo",
@@ -131,8 +133,9 @@ def _capacity(args: argparse.Namespace) -> dict[str, Any]:
         "admission": _admission(ladder),
         "memory_bytes": nbytes,
         "reserve_bytes": reserve,
+        "host_memory_bytes": host,
         **_slots(ladder),
-        "rungs": _rungs(ladder, capacities),
+        "rungs": _rungs(ladder, capacities, None if host is None else host // num_ranks),
     }
     if len(ladder.groups) > 1 or ladder.main.visible is not None:
         kv["groups"] = _groups(ladder)
@@ -176,6 +179,17 @@ def _kv_nbytes(args: argparse.Namespace, ladder: Ladder, context: int, weights: 
     return max(0, min(most, default_kv_memory(device, most + taken) - taken))
 
 
+def _host_nbytes(args: argparse.Namespace) -> int | None:
+    """Host memory of all ranks, if some is asked for."""
+    import torch
+
+    from qkv_engine.device.memory import free_memory
+
+    if args.host_memory is None:
+        return None
+    return parse_size(args.host_memory, field="host_memory", free=max(100, free_memory(torch.device("cpu"))))
+
+
 def _capacities(ladder: Ladder, nbytes: int, context: int) -> tuple[list[dict[str, int]], int, CapacityError | None]:
     """What ``nbytes`` hold on each rung, bytes kept for steps down, and the error if no block fits.
 
@@ -203,7 +217,8 @@ def _slots(ladder: Ladder) -> dict[str, int]:
     return found
 
 
-def _rungs(ladder: Ladder, capacities: Sequence[dict[str, int]]) -> list[dict[str, Any]]:
+def _rungs(ladder: Ladder, capacities: Sequence[dict[str, int]], host: int | None) -> list[dict[str, Any]]:
+    """A row for each rung; ``host``: bytes of host memory of a rank."""
     rows = []
     for number, (name, capacity) in enumerate(zip(ladder.names, capacities, strict=True)):
         found = ladder.at(number)
@@ -219,6 +234,7 @@ def _rungs(ladder: Ladder, capacities: Sequence[dict[str, int]]) -> list[dict[st
                 "code_bits": 8 * code_nbytes / sum(rung.num_elements for rung in found),
                 "effective_bits": ladder.effective_bits(number),
                 **capacity,
+                **({} if host is None else {"host_tokens": host // ladder.block_nbytes(number) * BLOCK_TOKENS}),
             }
         )
     return rows

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "docs/serving.md shows clients, the fields of requests, the metrics, and what to do before others may call. "
         "SIGTERM and Ctrl-C end it once the requests under way have finished."
     )
-    common.add_model_arguments(parser)
+    common.add_model_arguments(parser, caches_prefixes=True)
     common.add_fit_arguments(parser)
     parser.set_defaults(warm_up="full")
     _add_batching(parser)

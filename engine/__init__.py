@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import DENSE16, Fit, KVConfig, RungConfig
-    from .engine import Engine, RequestStream
+    from .engine import Engine
     from .errors import (
         CapacityError,
         ConfigError,
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         SamplingParams,
         StructuredOutputs,
     )
+    from .request_stream import RequestStream
 
 __version__ = "0.1.0"
 
@@ -42,7 +43,6 @@ _HOMES = {
     "KVConfig": "config",
     "RungConfig": "config",
     "Engine": "engine",
-    "RequestStream": "engine",
     "CapacityError": "errors",
     "ConfigError": "errors",
     "DeviceLostError": "errors",
@@ -61,6 +61,7 @@ _HOMES = {
     "RequestOutputKind": "request",
     "SamplingParams": "request",
     "StructuredOutputs": "request",
+    "RequestStream": "request_stream",
 }
 
 __all__ = [

@@ -270,6 +270,7 @@ class EngineConfig:
     prefix_caching: bool = True
     resizable: bool = False
     kv_memory: int | str | float | None = None
+    host_memory: int | str | float | None = None
     dtype: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None
@@ -298,6 +299,8 @@ class EngineConfig:
             _check_share("kv_quota", self.kv_quota)
         if self.kv_memory is not None:
             parse_size(self.kv_memory, field="kv_memory", free=MAX_SIZE)
+        if self.host_memory is not None:
+            _check_host_memory(self.host_memory, self.prefix_caching)
         for name, (low, high) in _INTEGERS.items():
             _check_int(name, getattr(self, name), low, high)
         if self.max_model_len is not None:
@@ -342,6 +345,13 @@ def _check_model(model: object) -> None:
     if path is not None and not isinstance(path, str):
         remedy = "Give a folder or a Hub name as a string or a Path, or None for the demo model"
         raise ConfigError("not a model", field="model", value=model, remedy=remedy)
+
+
+def _check_host_memory(size: int | str | float, prefix_caching: bool) -> None:
+    parse_size(size, field="host_memory", free=MAX_SIZE)
+    if prefix_caching is False:
+        remedy = "Leave host_memory or prefix_caching out"
+        raise ConfigError("is for cached prefixes, and none are cached", field="host_memory", value=size, remedy=remedy)
 
 
 def _check_share(field: str, value: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
@@ -21,10 +21,12 @@ from .metrics import EngineStats
 from .presets import resolve_kv
 from .progress_bar import with_bar
 from .request import RequestOutput, SamplingParams
+from .request_stream import RequestStream
 from .resizing import resize
 from .serving.loop import EngineLoop
 from .serving.snapshot import take_snapshot
 from .serving.submission import Submission
+from .sleeping import sleep
 from .started import Started
 from .startup import start
 from .text.tokenizer import Tokenizer
@@ -51,6 +53,8 @@ class Engine(Closable):
         kv_memory: bytes, a size such as "20GiB" or "4G", or a share of the memory that is free once the weights are
             loaded, such as 0.5 or "50%"; None for the default of docs/kv_cache.md.
         fit: a ``Fit``, which chooses ``weights``, ``kv``, ``kv_memory`` and ``max_model_len``; None for none.
+        host_memory: bytes of the host, a size such as "32GiB", or a share of what is free there, in which cached
+            prefixes and preempted requests sleep while KV memory is short; None for none.
         kv_quota: share of KV memory that each tenant may use, in (0, 1]; None for no quotas.
         prefix_caching: keep full blocks for later requests that begin with the same tokens.
         resizable: let ``resize`` change KV memory of a GPU, by cuda-bindings; that of a CPU always can.
@@ -80,6 +84,7 @@ class Engine(Closable):
         *,
         kv: str | Path | KVConfig | None = None,
         kv_memory: int | str | float | None = None,
+        host_memory: int | str | float | None = None,
         fit: Fit | None = None,
         kv_quota: float | None = None,
         prefix_caching: bool = True,
@@ -106,6 +111,7 @@ class Engine(Closable):
             model=model,
             kv=resolve_kv(kv),
             kv_memory=kv_memory,
+            host_memory=host_memory,
             fit=fit,
             kv_quota=kv_quota,
             prefix_caching=prefix_caching,
@@ -291,6 +297,29 @@ class Engine(Closable):
         """
         return resize(self._alive, self._loop, self._intake, size, timeout)
 
+    def sleep(self, *, timeout: float | None = None) -> bool:
+        """Gives the model's and all KV memory back until ``wake``; returns whether the engine sleeps.
+
+        Requests that run wait, new ones too. What is cached moves to ``host_memory`` at the bits it has, as far as
+        there is room; all else is computed again. Returns after ``timeout`` seconds while the step under way goes on.
+        Raises ``ConfigError`` for an engine of several ranks.
+        """
+        return sleep(self._alive, self._loop, timeout)
+
+    def wake(self) -> None:
+        """Loads the model again, and goes on with the requests that wait; nothing happens if the engine is awake.
+
+        Raises ``CapacityError`` where memory lacks now, ``ModelError`` for a checkpoint that was altered. The engine
+        sleeps on then.
+        """
+        started = self._alive
+        self._loop.call(lambda: started.waker.wake(started.core))
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the engine sleeps."""
+        return self._alive.core.sleeper.is_asleep
+
     def close(self) -> None:
         """Ends all requests, stops the thread and frees memory. May be called again."""
         self._finalizer()
@@ -339,62 +368,8 @@ class Engine(Closable):
             raise
 
 
-class RequestStream(Closable, Iterator[RequestOutput]):
-    """The outputs of one request as they come, for ``for`` or ``async for``; keeps its engine alive.
-
-    ``close``, the end of a ``with`` block and dropping the stream abort the request if it still runs.
-    """
-
-    _finished = True  # until there is something to abort
-
-    def __init__(self, engine: Engine, submission: Submission):
-        self.request_id = submission.request_id
-        self._engine, self._submission = engine, submission
-        self._finished = False
-
-    @property
-    def has_token(self) -> bool:
-        """Whether its first output token has come, reported or not."""
-        return self._submission.metrics.first_token_time is not None
-
-    def __next__(self) -> RequestOutput:
-        if self._finished:
-            raise StopIteration
-        if self._engine._loop.is_own_thread:
-            self._engine._check_callable()
-        output = self._submission.stream.get()
-        assert output is not None
-        self._finished = output.finished
-        return output
-
-    def __aiter__(self) -> RequestStream:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        if self._finished:
-            raise StopAsyncIteration
-        output = await self._submission.stream.get_async()
-        self._finished = output.finished
-        return output
-
-    def close(self) -> None:
-        """Aborts the request if it still runs; the iteration is over."""
-        if not self._finished:
-            self._engine._loop.drop(self._submission)
-            self._finished = True  # last: interrupted above, it is done again
-
-    def __del__(self) -> None:
-        try:
-            self.close()
-        except KeyboardInterrupt:  # Python would drop it here, with the close undone
-            self.close()
-
-
 def _final(submission: Submission) -> RequestOutput:
     output = submission.stream.get()
     while output is None or not output.finished:
         output = submission.stream.get()
     return output
-
-
-__all__ = ["Engine", "RequestStream"]

@@ -34,6 +34,7 @@ from qkv_engine.models.weights.scheme import UNQUANTIZED, on_load_scheme
 from .config import EngineConfig, KVConfig
 from .device.backend import Backend
 from .device.cpu.backend import CpuBackend
+from .device.host_memory import HostMemory
 from .device.layouts import Ladder, group_layers, ladder_of_layers
 from .device.logits import CausalLM
 from .device.memory import free_memory, memory_or_error
@@ -70,13 +71,23 @@ def rank_ladder(
     return ladder_of_layers(kv, kv_of_layers(model.share(num_ranks), max_model_len), dtype)
 
 
-def make_backend(model: CausalLM, memory: KVMemory, layout: TableLayout, ladder: Ladder, cuda_graphs: bool) -> Backend:
-    """The backend of the device on which ``memory`` is, over block tables of ``layout``."""
+def make_backend(
+    model: CausalLM,
+    memory: KVMemory,
+    layout: TableLayout,
+    ladder: Ladder,
+    cuda_graphs: bool,
+    host: HostMemory | None = None,
+) -> Backend:
+    """The backend of the device on which ``memory`` is, over block tables of ``layout``.
+
+    ``host``: memory for blocks that leave it.
+    """
     if memory.tensor.is_cpu:
-        return CpuBackend(model, memory.tensor, layout, ladder, memory.dig)
+        return CpuBackend(model, memory.tensor, layout, ladder, memory.dig, host)
     from .device.gpu.backend import GpuBackend  # needs Triton
 
-    return GpuBackend(model, memory.tensor, layout, ladder, cuda_graphs, memory.dig)
+    return GpuBackend(model, memory.tensor, layout, ladder, cuda_graphs, memory.dig, host)
 
 
 def load(

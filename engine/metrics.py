@@ -50,6 +50,14 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
             nothing was.
         basis_miss: of a plan with bases, how much more the last channels with codes of the newest graded blocks vary
             than in calibration: about 1 for its texts, a warning above 2.5; None before there are such blocks.
+
+    Host memory
+        host_bytes_total: of all ranks together; 0 without ``host_memory``.
+        host_bytes_used, host_bytes_peak: of copies of cached blocks now, and the most at one moment.
+        host_blocks: copies of cached blocks.
+        host_bytes_written, host_bytes_fetched, host_bytes_dropped: copied there, copied back, and given up for others.
+        host_fetched_tokens: of prefixes that came back; where layers have different windows, in those that see the
+            most.
     """
 
     time: float
@@ -91,6 +99,14 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     kv_tokens_floor: int
     effective_bits: float
     basis_miss: float | None = None
+    host_bytes_total: int = 0
+    host_bytes_used: int = 0
+    host_bytes_peak: int = 0
+    host_blocks: int = 0
+    host_bytes_written: int = 0
+    host_bytes_fetched: int = 0
+    host_bytes_dropped: int = 0
+    host_fetched_tokens: int = 0
 
     def to_dict(self) -> dict[str, object]:
         return msgspec.structs.asdict(self)

@@ -18,7 +18,7 @@ def resize(started: Started, loop: EngineLoop, intake: Intake, size: int | str |
     On the engine's own thread nothing is waited for. Raises as ``Engine.resize``.
     """
     core = started.core
-    nbytes = parse_size(size, field="size", free=core.runner.cache.memory.nbytes)
+    nbytes = parse_size(size, field="size", free=core.runner.cache.arena.range_nbytes)
     if timeout is not None and not 0 <= timeout < float("inf"):
         raise ConfigError("not a time", field="timeout", value=timeout, remedy="Give seconds, 0 or more")
     under_way = loop.call(lambda: core.resize(nbytes))

@@ -17,6 +17,7 @@ from .text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from .parallel.worker_group import WorkerGroup
     from .serving.core import EngineCore
+    from .sleeping import Waker
 
 
 @dataclass(frozen=True)
@@ -34,4 +35,10 @@ class Started:
     ladder: Ladder
     threads: ThreadChoice  # CPU threads of the engine's own thread
     summary: list[str]
+    waker: Waker
     workers: WorkerGroup | None = None  # the other ranks under tensor parallelism
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that share the model."""
+        return 1 if self.workers is None else self.workers.ranks.size

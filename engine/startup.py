@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
 
 from qkv_engine.models.basis import calibrated_variances
+from qkv_engine.models.checkpoint import weights_digest
 from qkv_engine.models.loader import weights_nbytes
 from qkv_engine.models.ranks import ALONE
 from qkv_engine.scheduler import Pace, Scheduler
@@ -19,11 +21,13 @@ from .device.cache import KVCache
 from .device.cpu.thread_choice import ThreadChoice
 from .device.cpu.threads import choose_threads
 from .device.gpu.warm_up import warm_up
+from .device.host_memory import HostMemory, allocate_host
 from .device.layouts import Ladder
 from .device.logits import CausalLM
 from .device.memory import check_free, default_kv_memory, free_memory
 from .device.runner import Runner
 from .errors import CapacityError, ConfigError
+from .kv.host_tier import HostTier
 from .kv.manager import KVManager
 from .kv.prefix import PrefixCache
 from .kv.slabs import MAX_SLAB_BLOCKS
@@ -31,9 +35,11 @@ from .kv.table_rows import TableLayout
 from .loading import enough_memory, find_source, load, make_backend, rank_ladder, resolve_device
 from .model_files import file_names, read_json_object
 from .parallel.all_ranks import AllRanks
+from .parallel.commands import Setup
 from .serving.basis_watch import watch_bases
 from .serving.core import EngineCore
-from .sizes import format_size, parse_size
+from .sizes import format_least, format_size, parse_size
+from .sleeping import Waker
 from .started import Started
 from .text.tokenizer import Tokenizer
 from .validation import default_params, describe_defaults, eos_token_ids
@@ -87,9 +93,12 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
     ladder = rank_ladder(config.kv, model_config, ranks.size, dtype, limit)
     cache = KVCache(ladder, _kv_bytes(config, ladder, limit, device), device, limit, resizable=config.resizable)
     max_model_len = _fit_model_len(config, limit, cache)
+    host_nbytes = _host_nbytes(config, cache, ranks.size)
+    host = allocate_host(host_nbytes, device) if host_nbytes else None
 
     def make_space() -> KVManager:
-        prefix = PrefixCache(cache.tables, loaded.name) if config.prefix_caching else None
+        tier = HostTier(ladder.spec, host_nbytes, cache.arena.slab_nbytes) if host_nbytes else None
+        prefix = PrefixCache(cache.tables, loaded.name, tier) if config.prefix_caching else None
         return KVManager(cache.tables, prefix, config.kv_quota)
 
     name = "demo" if config.model is None else loaded.name
@@ -100,19 +109,18 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
         pace=None if config.max_itl_ms is None else Pace(config.max_itl_ms / 1000),
     )
     layout = TableLayout.of(cache.tables, config.max_num_seqs, max_model_len)
-    backend = make_backend(cast(CausalLM, loaded.model), cache.backing, layout, ladder, config.cuda_graphs)
+    backend = make_backend(cast(CausalLM, loaded.model), cache.backing, layout, ladder, config.cuda_graphs, host)
     threads = choose_threads(config.num_threads, weights_nbytes(model_config, dtype, ranks.size, device))
     if workers is not None:
         threads = ThreadChoice(max(1, threads.number // ranks.size), reason=threads.reason)  # the same on all ranks
         workers.replies()  # their weights are loaded
-        workers.set_up(cache.nbytes, cache.arena.hole.chunk_nbytes, layout, threads.number)
+        workers.set_up(Setup(cache.nbytes, cache.arena.hole.chunk_nbytes, host_nbytes, layout, threads.number))
         backend = AllRanks(workers, backend)
     runner = Runner(cache, backend, layout)
     if device.type == "cuda":
         warm_up(runner)
-    captured = None
-    if config.warm_up == "full":
-        captured = backend.capture(StepLimits(config.max_num_seqs, max_model_len, config.max_num_batched_tokens))
+    limits = StepLimits(config.max_num_seqs, max_model_len, config.max_num_batched_tokens)
+    captured = backend.capture(limits) if config.warm_up == "full" else None
     basis_watch = watch_bases(cache, calibrated_variances(loaded.model))
     core = EngineCore(
         scheduler,
@@ -123,7 +131,7 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
         runs_ahead=device.type == "cuda",
         basis_watch=basis_watch,
     )
-    summary = _summarize(name, device, dtype, cache, max_model_len)
+    summary = _summarize(name, device, dtype, cache, max_model_len, host_nbytes, ranks.size)
     if captured is not None:
         summary.append(
             f"{captured.number} steps captured in {captured.seconds:.1f} s, {format_size(captured.nbytes)} of memory"
@@ -145,8 +153,25 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
         ladder,
         threads,
         summary,
+        _waker(config, device, cache, layout, limits, host, loaded.folder),
         workers,
     )
+
+
+def _waker(
+    config: EngineConfig,
+    device: torch.device,
+    cache: KVCache,
+    layout: TableLayout,
+    limits: StepLimits,
+    host: HostMemory | None,
+    folder: Path | None,
+) -> Waker:
+    """What wakes the engine: of a model from the Hub the files that were found now."""
+    if folder is not None:
+        config = replace(config, model=folder)
+    digest = None if folder is None else weights_digest(folder)
+    return Waker(config, device, cache, layout, limits, host, folder, digest)
 
 
 def _load_tokenizer(folder: Path) -> Tokenizer | None:
@@ -188,6 +213,27 @@ def _kv_bytes(config: EngineConfig, ladder: Ladder, limit: int, device: torch.de
     return nbytes
 
 
+def _host_nbytes(config: EngineConfig, cache: KVCache, num_ranks: int) -> int:
+    """Host memory of each rank; 0 for none.
+
+    Raises ``CapacityError``, and ``ConfigError`` for a ladder whose blocks are never shared.
+    """
+    size, host = config.host_memory, torch.device("cpu")
+    if size is None:
+        return 0
+    if any(group.has_bank for group in cache.ladder.spec.groups):
+        message, remedy = f"is for cached prefixes, and {cache.ladder.name} caches none", "Leave host_memory or kv out"
+        raise ConfigError(message, field="host_memory", value=size, remedy=remedy)
+    free = free_memory(host) - (cache.nbytes * num_ranks if cache.memory.is_cpu else 0)  # not touched so far
+    nbytes = parse_size(size, field="host_memory", free=max(1, free))
+    check_free(nbytes, free, host, field="host_memory", value=size)
+    least = cache.arena.slab_nbytes * num_ranks
+    if nbytes < least:
+        remedy = f"Give at least {format_least(least)}"
+        raise CapacityError("no room for blocks of each rung", field="host_memory", value=size, remedy=remedy)
+    return nbytes // num_ranks
+
+
 def _fit_model_len(config: EngineConfig, limit: int, cache: KVCache) -> int:
     """Tokens of the longest request that fits alone on its floor. ``max_model_len`` must fit; the default is cut."""
     _, capacity = cache.capacity
@@ -204,13 +250,26 @@ def _fit_model_len(config: EngineConfig, limit: int, cache: KVCache) -> int:
     return capacity
 
 
-def _summarize(name: str, device: torch.device, dtype: torch.dtype, cache: KVCache, max_model_len: int) -> list[str]:
+def _summarize(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    cache: KVCache,
+    max_model_len: int,
+    host_nbytes: int,
+    num_ranks: int,
+) -> list[str]:
     ladder, (wide, narrow) = cache.ladder, cache.capacity
     at_floor = f", {narrow:,} at the floor ({ladder.names[-1]})" if ladder.last else ""
     concurrency = cache.tables.max_requests(max_model_len, ladder.last)
-    return [
+    lines = [
         f"Model {name} on {device} in {str(dtype).removeprefix('torch.')}",
         f"KV memory {format_size(cache.nbytes)} ({ladder.name}): {wide:,} tokens at {ladder.widest.bits:g} bits"
         f"{at_floor}; "
         f"at most {concurrency:,} request{'' if concurrency == 1 else 's'} of {max_model_len:,} tokens",
     ]
+    if host_nbytes:
+        wide, narrow = (host_nbytes // ladder.block_nbytes(rung) * BLOCK_TOKENS for rung in (0, ladder.last))
+        at_floor = f", {narrow:,} at the floor" if ladder.last else ""
+        lines.append(f"Host memory {format_size(host_nbytes * num_ranks)}: {wide:,} tokens of prefixes{at_floor}")
+    return lines

@@ -159,6 +159,17 @@ class Scheduler:
                 request.finish_reason = request.error = None  # it was about to end
                 self.waiting.add(request)
 
+    def park_all(self) -> None:
+        """Has all requests wait, and moves everything cached out of KV memory, as far as host memory takes it.
+
+        KV memory is empty then. Every known token of a request must be known to the host.
+        """
+        self.space.begin_step(None)
+        for request in reversed(list(self.running)):
+            self._park(request)
+        while self.space.evict():
+            pass
+
     def withdraw_all(self) -> None:
         """Removes all requests, which must be waiting; none is ended, so each may be added again."""
         for request in list(self.requests.values()):
@@ -257,18 +268,24 @@ class Scheduler:
         return 1
 
     def _preempt(self, request: Request) -> None:
-        free, parked = self.space.free_blocks(), self.space.park(request)
+        free, computed = self.space.free_blocks(), request.num_computed_tokens
+        parked = self._park(request)
+        logger.info(
+            "preempted %s: %d tokens to recompute, %d of them parked, free blocks %d -> %d",
+            request.request_id, computed, parked, free, self.space.free_blocks(),
+        )  # fmt: skip
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+
+    def _park(self, request: Request) -> int:
+        """Has a running request wait, and its blocks leave copies in host memory; returns the tokens that have some."""
+        parked = self.space.park(request)
         self.running.remove(request)
         self.space.release(request)
         self.pressure.left(request)
-        logger.info(
-            "preempted %s: %d tokens to recompute, %d of them parked, free blocks %d -> %d",
-            request.request_id, request.num_computed_tokens, parked, free, self.space.free_blocks(),
-        )  # fmt: skip
         self._over_quota.discard(request.params.tenant)
         request.num_computed_tokens = 0
         request.num_fetched_pieces = 0
-        request.num_preemptions += 1
         request.status = RequestStatus.WAITING
-        self.num_preemptions += 1
         self.waiting.add(request)
+        return parked

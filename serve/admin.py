@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from qkv_engine.errors import CapacityError, ConfigError
+from qkv_engine.errors import CapacityError, ConfigError, ModelError
 
 from .bodies import decode, read_bytes
 from .errors import ApiError
@@ -33,12 +33,17 @@ def admin_routes(key: str | None) -> list[Route]:
         return []
     keys = Keys([("admin", key)])
 
-    async def resize(request: Request) -> Response:
-        """``POST /admin/resize``: another size of KV memory; answers with the bytes held."""
+    def allowed(request: Request) -> Frontend:
+        """The front end, for the holder of the key. Raises ``ApiError`` for others."""
         if keys.tenant_of(request.headers.get("authorization")) is None:
             headers = {"www-authenticate": "Bearer"}
             raise ApiError(401, "send the admin key as a bearer token", code="invalid_admin_key", headers=headers)
         frontend: Frontend = request.app.state.frontend
+        return frontend
+
+    async def resize(request: Request) -> Response:
+        """``POST /admin/resize``: another size of KV memory; answers with the bytes held."""
+        frontend = allowed(request)
         body = decode(await read_bytes(request, frontend.limits), ResizeBody)
         seconds = min(body.timeout, frontend.limits.request_timeout)
         try:
@@ -47,6 +52,29 @@ def admin_routes(key: str | None) -> list[Route]:
             raise ApiError(409, str(error), param="size", code="capacity") from error
         except ConfigError as error:
             raise ApiError(400, str(error), param=error.field) from error
-        return Response(msgspec.json.encode({"kv_bytes_total": held}), media_type="application/json")
+        return _json({"kv_bytes_total": held})
 
-    return [Route("/admin/resize", resize, methods=["POST"])]
+    async def sleep(request: Request) -> Response:
+        """``POST /admin/sleep``: gives the device back; answers whether the engine sleeps."""
+        frontend = allowed(request)
+        try:
+            seconds = frontend.limits.request_timeout
+            return _json({"is_asleep": await to_thread.run_sync(partial(frontend.engine.sleep, timeout=seconds))})
+        except ConfigError as error:
+            raise ApiError(400, str(error), param=error.field) from error
+
+    async def wake(request: Request) -> Response:
+        """``POST /admin/wake``: loads the model again; answers once requests go on."""
+        frontend = allowed(request)
+        try:
+            await to_thread.run_sync(frontend.engine.wake)
+        except (CapacityError, ModelError) as error:
+            raise ApiError(409, str(error), code="capacity" if isinstance(error, CapacityError) else "model") from error
+        return _json({"is_asleep": False})
+
+    found = {"resize": resize, "sleep": sleep, "wake": wake}
+    return [Route(f"/admin/{name}", endpoint, methods=["POST"]) for name, endpoint in found.items()]
+
+
+def _json(fields: dict[str, object]) -> Response:
+    return Response(msgspec.json.encode(fields), media_type="application/json")

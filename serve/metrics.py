@@ -152,6 +152,10 @@ def _gauges(stats: EngineStats) -> list[tuple[str, str, float]]:
         ("kv_capacity_tokens", "tokens of one request on the first rung", stats.kv_tokens_capacity),
         ("kv_floor_tokens", "tokens of one request on the last rung", stats.kv_tokens_floor),
         ("kv_effective_bits", "bits a KV element when the most was held, metadata counted", stats.effective_bits),
+        ("host_capacity_bytes", "host memory for cached prefixes", stats.host_bytes_total),
+        ("host_used_bytes", "host memory of cached prefixes", stats.host_bytes_used),
+        ("host_peak_bytes", "most host memory in use at one moment", stats.host_bytes_peak),
+        ("host_blocks", "blocks of cached prefixes in host memory", stats.host_blocks),
         *(("kv_basis_miss", "energy of a plan's last coded channels over the calibrated", value) for value in miss),
     ]
 
@@ -163,5 +167,9 @@ def _counters(stats: EngineStats) -> list[tuple[str, str, float]]:
         ("num_preemptions", "times a request gave its blocks back", stats.num_preemptions),
         ("prefix_cache_queries", "prompt tokens looked up in the prefix cache", stats.prefix_query_tokens),
         ("prefix_cache_hits", "prompt tokens found in the prefix cache", stats.prefix_hit_tokens),
+        ("host_written_bytes", "bytes of blocks copied to host memory", stats.host_bytes_written),
+        ("host_fetched_bytes", "bytes of blocks copied back", stats.host_bytes_fetched),
+        ("host_dropped_bytes", "bytes of blocks that host memory gave up for others", stats.host_bytes_dropped),
+        ("host_fetched_tokens", "tokens of prefixes that came back from host memory", stats.host_fetched_tokens),
         ("engine_steps", "steps launched", stats.num_steps),
     ]

@@ -35,7 +35,7 @@ ROOMS: tuple[str, ...] = (
     "parallel",
     "started",
     "serving",
-    "startup measured_loss fit intake progress_bar resizing engine",
+    "sleeping startup measured_loss fit intake progress_bar resizing request_stream engine",
     "planner",
     "bench",
     "serve",

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Without a terminal each line of stdin is a turn or a /command, and only answers go to stdout; "
         "/help lists the commands. Gated models take their token from HF_TOKEN."
     )
-    common.add_model_arguments(parser)
+    common.add_model_arguments(parser, caches_prefixes=True)
     common.add_fit_arguments(parser)
     group = parser.add_argument_group("conversation")
     group.add_argument(

@@ -82,6 +82,9 @@ def print_kv(console: Console, stats: EngineStats, last: Turn | None) -> None:
         "  for reuse": _by_rung(stats.idle_demotions),
         "precision": f"{stats.effective_bits:.4g} bits an element, metadata counted",
     }
+    if stats.host_bytes_total:
+        used = f"{format_size(stats.host_bytes_used)} of {format_size(stats.host_bytes_total)}"
+        rows["host memory"] = f"{used} in use, {stats.host_fetched_tokens:,} tokens came back"
     if stats.basis_miss is not None:
         rows["basis miss"] = f"{stats.basis_miss:.2f} times the energy of calibration"
     if last is not None:

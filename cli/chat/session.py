@@ -17,7 +17,7 @@ from ..text import sanitize
 
 if TYPE_CHECKING:
     from qkv_engine import Engine, RequestOutput, SamplingParams
-    from qkv_engine.engine import RequestStream
+    from qkv_engine.request_stream import RequestStream
     from qkv_engine.text.tokenizer import Tokenizer
 
 Message = dict[str, str]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+from ..kv.moves import MoveCommand
 from .command import StepCommand
 from .logits import Computed
 from .mover import MoveBackend
+from .pinned import RowsCopy
 from .sampler import SampledTokens
 
 
@@ -43,3 +45,26 @@ class Backend(MoveBackend, Protocol):
 
         Raises ``RankLostError`` if the process of another rank ended.
         """
+
+
+class NoBackend:
+    """The backend of an engine that sleeps, which nobody asks for anything."""
+
+    def step(self, command: StepCommand) -> Computed:
+        """Raises ``RuntimeError``."""
+        raise RuntimeError("the engine sleeps")
+
+    def move(self, command: MoveCommand) -> list[RowsCopy]:
+        """Raises ``RuntimeError``."""
+        raise RuntimeError("the engine sleeps")
+
+    def wait(self, computed: Computed) -> SampledTokens:
+        """Raises ``RuntimeError``."""
+        raise RuntimeError("the engine sleeps")
+
+    def capture(self, limits: StepLimits) -> Captured | None:
+        """Captures nothing."""
+        return None
+
+    def check(self) -> None:
+        """Nothing: no device is held."""

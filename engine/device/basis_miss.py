@@ -17,7 +17,7 @@ from qkv_engine.kernels.formats.graded import GradedSide
 from qkv_engine.kernels.formats.graded.layout import UNIT
 
 from ..kv.block import Block
-from .host_copy import HostCopy
+from .host_copy import CopyToHost
 from .layouts import Ladder, LayerGroup, Rung
 
 SQUARED_RANGE = 27.28  # mean of (largest - least)^2 of 128 samples of a Gaussian of variance 1
@@ -59,7 +59,7 @@ class MissMeter:
         return (block.group, block.rung) in self._places
 
     @torch.inference_mode()
-    def begin(self, blocks: Sequence[Block]) -> HostCopy:
+    def begin(self, blocks: Sequence[Block]) -> CopyToHost:
         """Enqueues the miss of graded blocks [1] float32: the mean of the worst quarter of heads.
 
         Of a head it is the mean of all ``blocks``, of which there is at least one.
@@ -71,7 +71,7 @@ class MissMeter:
                 ranges = torch.stack([self._elements[start + offsets] for start in starts]).float()
                 heads.append((ranges.square() * scales).mean((0, 2)))
         found = torch.cat(heads)
-        return HostCopy(found.topk(-(-len(found) // WORST)).values.mean(0, keepdim=True))
+        return CopyToHost(found.topk(-(-len(found) // WORST)).values.mean(0, keepdim=True))
 
 
 def _places(group: LayerGroup, rung: Rung, variances: Variances) -> RangePlaces | None:

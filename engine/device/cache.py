@@ -19,7 +19,7 @@ from .gpu.mapped import granule_nbytes as mapped_granule_nbytes
 from .layouts import Ladder, LayerGroup
 from .memory import check_free, free_memory, memory_or_error
 from .mover import MoveBackend, PendingMoves
-from .resizable import FixedMemory, HostMemory, KVMemory, is_fixed
+from .resizable import CpuMemory, FixedMemory, KVMemory, is_fixed
 
 RESIZABLE = "Make an Engine with resizable=True"
 
@@ -38,10 +38,11 @@ class KVCache:
     ):
         """``context``: tokens of the longest request that the model takes. ``resizable``: of a GPU, too."""
         self.ladder, self._context = ladder, context
+        self._device, self._resizable = device, resizable
         self.tables = make_tables(ladder.spec, nbytes, granule_nbytes(device, resizable))
-        self.backing = allocate(self.arena.nbytes, device, self.arena.hole.chunk_nbytes, resizable)
-        self.memory = self.backing.tensor
+        self.take_up()
         self._capacity = 0, (0, 0)  # for a size
+        self._is_copying = False  # beside the step before: the next command waits for that
         self.peak: Counter[str] = Counter()  # bytes by kind when the most were in use
         self.fullest: Counter[str] = Counter()  # the same when the most elements were held, at the latest such moment
 
@@ -52,8 +53,8 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held on the device."""
-        return self.arena.hole.held_nbytes
+        """Bytes held on the device; 0 while memory is put away."""
+        return self.arena.hole.held_nbytes if len(self.memory) else 0
 
     @property
     def capacity(self) -> tuple[int, int]:
@@ -66,6 +67,19 @@ class KVCache:
             first, last = (empty.max_tokens(rung, context=self._context) for rung in (0, self.ladder.last))
             self._capacity = self.arena.goal_nbytes, (first, last)
         return self._capacity[1]
+
+    def take_up(self) -> None:
+        """Has memory held, with nothing in it. Raises as ``allocate``."""
+        self.backing: KVMemory = allocate(
+            self.arena.range_nbytes, self._device, self.arena.hole.chunk_nbytes, self._resizable
+        )
+        self.memory = self.backing.tensor
+        self.backing.dig(*self.arena.hole.span)
+
+    def put_away(self) -> None:
+        """Gives all memory back. The books stay, which must be empty."""
+        self.backing = FixedMemory(0, self._device)
+        self.memory = self.backing.tensor
 
     def reset(self) -> None:
         """Forgets every block: the books are made anew, the tensor stays."""
@@ -118,8 +132,10 @@ class KVCache:
     def launch_moves(self, backend: MoveBackend) -> PendingMoves:
         """``apply_moves`` without waiting for the device: the result tells later which blocks are not finite."""
         command, blocks = take_moves(self.tables)
-        if not command.waves and not command.fresh:
+        has_copies = bool(command.written or command.fetched)
+        if not (command.waves or command.fresh or has_copies or self._is_copying):
             return PendingMoves([], [])
+        self._is_copying = has_copies
         checks = backend.move(command)
         self.note_peak()
         return PendingMoves(blocks, checks)
@@ -147,7 +163,7 @@ def allocate(nbytes: int, device: torch.device, chunk_nbytes: int, resizable: bo
     message = f"the system does not give so much memory on {device}"
     with memory_or_error(message, field="kv_memory", value=format_size(nbytes), remedy="Lower kv_memory"):
         if device.type == "cpu":
-            return HostMemory(nbytes)
+            return CpuMemory(nbytes)
         if not resizable:
             return FixedMemory(nbytes, device)
         return MappedMemory(nbytes, chunk_nbytes, device, _driver(device))

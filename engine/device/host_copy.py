@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class HostCopy:
+class CopyToHost:
     """An asynchronous copy of a tensor to the host; on the CPU the tensor itself."""
 
     def __init__(self, source: Tensor):

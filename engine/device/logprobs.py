@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import RequestError
 from ..request import Logprob
 from ..text.tokenizer import Tokenizer
-from .host_copy import HostCopy
+from .host_copy import CopyToHost
 
 LOGPROB_CHUNK = 1 << 25  # float32 values a chunk of prompt log-probabilities may hold
 
@@ -42,7 +42,7 @@ class PendingLogprobs:
 
     def __init__(self, logits: Tensor, token_ids: Tensor, ks: Sequence[int]):
         self._ks = ks
-        self._columns = HostCopy(_columns(logits, token_ids[:, None], max(ks)))
+        self._columns = CopyToHost(_columns(logits, token_ids[:, None], max(ks)))
 
     def wait(self) -> list[TokenLogprobs]:
         """One result a row; blocks until the device has computed them."""

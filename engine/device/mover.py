@@ -16,6 +16,8 @@ from qkv_engine.kernels.step_down import copy, transfer
 
 from ..kv.block import Block
 from ..kv.moves import MoveCommand, MoveLaunch
+from .host_copier import HostCopier
+from .host_memory import HostMemory
 from .layouts import Ladder
 from .pinned import HostCopies, PinnedRing, RowsCopy
 
@@ -50,9 +52,20 @@ class MoveBackend(Protocol):
 class Mover:
     """Rewrites blocks of ``memory`` at other places. Nothing here waits for the device."""
 
-    def __init__(self, memory: Tensor, ladder: Ladder, graphs: Graphs | None = None, dig: Dig | None = None):
-        """``graphs``: of launches that recur;  ``dig``: has memory be held elsewhere, where it may be."""
+    def __init__(
+        self,
+        memory: Tensor,
+        ladder: Ladder,
+        graphs: Graphs | None = None,
+        dig: Dig | None = None,
+        host: HostMemory | None = None,
+    ):
+        """``graphs``: of launches that recur;  ``dig``: has memory be held elsewhere, where it may be.
+
+        ``host``: where blocks are copied to that leave; None if none is.
+        """
         self.memory, self.ladder, self._dig = memory, ladder, dig
+        self._host = None if host is None else HostCopier(memory, host)
         # Rows of up to MOST words: source and target addresses, whether values are finite, and the banks of blocks
         # that are sealed under one, with the windows whose patterns they may choose from.
         self._words = torch.zeros(5 * MOST, dtype=torch.int64, device=memory.device)
@@ -60,10 +73,17 @@ class Mover:
         self._graphs = graphs
 
     def move(self, command: MoveCommand) -> list[RowsCopy]:
-        """Enqueues moves; returns checks under way of the blocks that lose dense values, in the command's order."""
+        """Enqueues moves; returns checks under way of the blocks that lose dense values, in the command's order.
+
+        Copies beside the step that follows come last; those of the command before come to their end first.
+        """
         checks = []
+        if self._host is not None:
+            self._host.join()
         layouts = [(group.widest.layout, group.narrowest.layout) for group in self.ladder.groups]
-        for mined, centres, launches, hole, _ in command.waves:
+        for mined, centres, launches, hole, outs in command.waves:
+            if self._host is not None:
+                self._host.write(outs)
             if hole is not None and self._dig is not None:
                 self._dig(*hole)
             for group, bank, mining in mined:
@@ -79,6 +99,8 @@ class Mover:
             # Attention in torch masks unwritten tokens by adding -inf, which does not hide a NaN of an earlier owner.
             for address, nbytes in command.fresh:
                 self.memory[address : address + nbytes].zero_()
+        if self._host is not None:
+            self._host.copy_beside(command.written, command.fetched)
         return checks
 
     def _step_down(self, launch: MoveLaunch) -> list[RowsCopy]:

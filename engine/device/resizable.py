@@ -33,7 +33,7 @@ class FixedMemory:
         """Nothing: an engine on such memory refuses other sizes before."""
 
 
-class HostMemory:
+class CpuMemory:
     """Memory of the CPU, of which the system takes back pages."""
 
     def __init__(self, nbytes: int):

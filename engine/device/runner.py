@@ -13,7 +13,7 @@ from ..kv.moves import MoveCommand, Wave
 from ..kv.table_rows import TableLayout, TableRows
 from ..request import Request
 from ..sampling.sample_row import SampleRow
-from .backend import Backend
+from .backend import Backend, NoBackend
 from .cache import KVCache
 from .logits import Computed
 from .logprobs import TokenLogprobs
@@ -66,8 +66,17 @@ class Runner:
 
     def __init__(self, cache: KVCache, backend: Backend, layout: TableLayout):
         """``layout``: of the block tables that ``backend`` keeps."""
-        self.cache, self.backend = cache, backend
-        self._maker = StepMaker(TableRows(layout))
+        self.cache = cache
+        self.begin(backend, layout)
+
+    def begin(self, backend: Backend, layout: TableLayout) -> None:
+        """Goes on with another backend, whose block tables are empty."""
+        self.backend, self._maker = backend, StepMaker(TableRows(layout))
+
+    def put_away(self) -> None:
+        """Lets go of the backend with the model, and of KV memory, in which nothing may be left."""
+        self.backend = NoBackend()
+        self.cache.put_away()
 
     def run(self, batch: ScheduledBatch, rows: Mapping[Request, SampleRow]) -> StepResult:
         """``launch`` and ``wait`` in one."""

@@ -21,7 +21,7 @@ from qkv_engine.kernels.to_device import to_device
 
 from ..errors import RequestError
 from ..sampling.sample_tables import SampleTables
-from .host_copy import HostCopy
+from .host_copy import CopyToHost
 from .logprobs import PendingLogprobs, TokenLogprobs
 from .pinned import RowsCopy
 
@@ -50,7 +50,7 @@ class PendingTokens:
 
     def __init__(self, sampled: Tensor, copy: RowsCopy | None = None):
         """``sampled`` [2, M] int64 are tokens and faults, ``copy`` the same on their way to the host."""
-        self._sampled, self._copy = sampled, HostCopy(sampled) if copy is None else copy
+        self._sampled, self._copy = sampled, CopyToHost(sampled) if copy is None else copy
         self._ranked: list[int] = []
         self._logprobs: PendingLogprobs | None = None
 

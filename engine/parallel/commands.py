@@ -16,12 +16,14 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
     Fields
         kv_nbytes: KV memory of each rank.
         chunk_nbytes: in which it is given back.
+        host_nbytes: host memory of each rank; 0 for none.
         layout: of the block tables.
         num_threads: CPU threads that the rank computes with.
     """
 
     kv_nbytes: int
     chunk_nbytes: int
+    host_nbytes: int
     layout: TableLayout
     num_threads: int
 

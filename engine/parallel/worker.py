@@ -18,6 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from ..config import EngineConfig
 from ..device.cache import allocate
 from ..device.command import StepCommand
+from ..device.host_memory import allocate_host
 from ..device.logits import CausalLM, Computed
 from ..device.pinned import RowsCopy
 from ..errors import QKVError
@@ -37,7 +38,8 @@ class RankWorker:
     def __init__(self, config: EngineConfig, setup: Setup, model: CausalLM, dtype: torch.dtype, device: torch.device):
         ladder = rank_ladder(config.kv, model.config, model.ranks.size, dtype, config.max_model_len)
         memory = allocate(setup.kv_nbytes, device, setup.chunk_nbytes, config.resizable)
-        self._backend = make_backend(model, memory, setup.layout, ladder, config.cuda_graphs)
+        host = allocate_host(setup.host_nbytes, device) if setup.host_nbytes else None
+        self._backend = make_backend(model, memory, setup.layout, ladder, config.cuda_graphs, host)
         self._under_way: deque[Computed | list[RowsCopy]] = deque()
 
     @torch.inference_mode()

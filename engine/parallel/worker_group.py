@@ -14,7 +14,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ..config import EngineConfig
 from ..errors import QKVError, RankLostError
-from ..kv.table_rows import TableLayout
 from .commands import Command, Setup, encode
 from .process import WorkerProcess
 from .process_ranks import ProcessRanks
@@ -66,9 +65,9 @@ class WorkerGroup:
             if isinstance(reply, QKVError):
                 raise reply
 
-    def set_up(self, kv_nbytes: int, chunk_nbytes: int, layout: TableLayout, num_threads: int) -> None:
-        """Has all workers allocate KV memory as rank 0 did. Raises the error that one replies with."""
-        message = encode(Setup(kv_nbytes, chunk_nbytes, layout, num_threads))
+    def set_up(self, setup: Setup) -> None:
+        """Has all workers allocate memory as rank 0 did. Raises the error that one replies with."""
+        message = encode(setup)
         for worker in self._workers:
             worker.send(message)
         self.replies()

@@ -9,7 +9,7 @@ from itertools import islice
 
 from ..device.basis_miss import MissMeter, Variances
 from ..device.cache import KVCache
-from ..device.host_copy import HostCopy
+from ..device.host_copy import CopyToHost
 from ..kv.block import Block
 
 logger = logging.getLogger("qkv_engine")
@@ -30,7 +30,7 @@ class BasisWatch:
         """``plan``: the ladder's name, for the warning."""
         self._cache, self._meter, self._plan = cache, meter, plan
         self._miss: float | None = None
-        self._under_way: tuple[HostCopy, bool] | None = None  # whether it is of enough blocks to warn of
+        self._under_way: tuple[CopyToHost, bool] | None = None  # whether it is of enough blocks to warn of
         self._next_at = 0.0  # in seconds of ``time.monotonic()``
         self._num_steps = 0  # steps down to graded rungs, as of the last measurement
         self._above_since: int | None = None  # the same when the miss came above the limit

@@ -12,19 +12,23 @@ from collections.abc import Callable
 
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest, Scheduler
 
+from ..device.backend import Backend
 from ..device.logprobs import TokenLogprobs
 from ..device.runner import Pending, Runner, StepResult
 from ..device.sampler import SampledToken
-from ..errors import QKVError, RequestError
+from ..errors import ConfigError, QKVError, RequestError
 from ..kv.manager import KVManager
+from ..kv.table_rows import TableLayout
 from ..metrics import Counters
 from ..request import FINISHED, SamplingParams
+from ..sizes import format_size
 from ..text.tokenizer import Tokenizer
 from .basis_watch import BasisWatch
 from .launched import Launched, NotLaunched, StepTimer
 from .recovery import Recovery
 from .registry import Registry
 from .resizer import Resize, Resizer
+from .sleeper import Sleeper
 from .submission import Completion, Submission
 
 COPY_RATE = 20e9  # bytes a second to and from host memory beside a step: less than PCIe has, so that no step waits
@@ -56,7 +60,7 @@ class EngineCore:
         self.runs_ahead, self.basis_watch = runs_ahead, basis_watch
         self.registry = Registry(scheduler, tokenizer, eos_ids)
         self.recovery = Recovery(self.registry, scheduler, runner, make_space)
-        self.resizer = Resizer(runner, self._carry_out_moves)
+        self.resizer, self.sleeper = Resizer(runner, self._carry_out_moves), Sleeper()
         self._in_flight: deque[Launched] = deque()
         self._timer = StepTimer(scheduler.pace)
         self.last_step: tuple[int | None, float] | None = None  # its single tokens, None with chunks, and seconds
@@ -78,8 +82,10 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
+        if self.sleeper.is_asleep:
+            return False
         busy = self.scheduler.has_work or bool(self._in_flight) or self.recovery.in_trials
-        return busy or self.resizer.is_pending
+        return busy or self.resizer.is_pending or self.sleeper.is_due
 
     def add(self, submission: Submission) -> None:
         """Takes a submission in; an error goes to its stream alone. May be called again after an interrupt."""
@@ -109,16 +115,25 @@ class EngineCore:
             submission.stream.fail(error)
         self.live.clear()
         self.resizer.end(error)
+        self.sleeper.end(error)
 
     def resize(self, nbytes: int) -> Resize:
         """Has at most ``nbytes`` of KV memory held: more at once, less in the steps to come.
 
-        Raises ``CapacityError``, which names the smallest size that requests allow, and changes nothing then.
+        Raises ``CapacityError``, which names the smallest size that requests allow, and changes nothing then;
+        ``ConfigError`` while the engine sleeps.
         """
+        if self.sleeper.is_asleep:
+            raise ConfigError("the engine sleeps", field="size", value=format_size(nbytes), remedy="Wake it first")
         for submission in self.live.values():
             submission.make_completions()  # one that waits for trials to end may have none yet
         requests = [each.request for submission in self.live.values() for each in submission.completions]
         return self.resizer.begin(self.space, nbytes, [request for request in requests if not request.is_finished])
+
+    def wake(self, backend: Backend, layout: TableLayout, basis_watch: BasisWatch | None) -> None:
+        """Goes on with another ``backend`` over block tables of ``layout``, once KV memory is held again."""
+        self.runner.begin(backend, layout)
+        self.basis_watch, self.sleeper.is_asleep = basis_watch, False
 
     def reset_counters(self) -> None:
         """Starts counting anew; the peak of KV memory becomes the memory in use."""
@@ -127,19 +142,24 @@ class EngineCore:
         self.runner.cache.reset_counters()
         if self.space.prefix is not None:
             self.space.prefix.reset_counters()
+            if self.space.prefix.host is not None:
+                self.space.prefix.host.tier.reset_counters()
 
     def free(self) -> None:
         """Lets go of the model and the KV memory; the core can do nothing after that."""
         self._in_flight.clear()
-        del self.runner, self.scheduler, self.recovery, self.registry, self.basis_watch, self.resizer
+        del self.runner, self.scheduler, self.recovery, self.registry, self.basis_watch, self.resizer, self.sleeper
 
     def step(self) -> None:
         """Launches the next step, then waits for the steps under way: all, or all but the new one if it may run ahead.
 
         Among suspects no step runs ahead, so a step that breaks off is the last one and can be narrowed down.
         """
-        self.recovery.go_on_with_trials()
         self.last_step = None
+        if self.sleeper.is_due and not self.recovery.in_trials:
+            self._fall_asleep()
+            return
+        self.recovery.go_on_with_trials()
         num_followed = len(self._in_flight)  # steps under way that the next one builds on
         began_at = time.monotonic()
         self.scheduler.copy_nbytes = round(self._timer.seconds * COPY_RATE) if self.scheduler.running else None
@@ -152,6 +172,18 @@ class EngineCore:
         self.counters.num_preemptions = self.scheduler.num_preemptions
         if self.basis_watch is not None:
             self.basis_watch.look()
+
+    def _fall_asleep(self) -> None:
+        """Has all requests wait, moves what is cached to host memory, and gives model and KV memory back."""
+        while self._in_flight:
+            self._collect(is_followed=len(self._in_flight) > 1)
+        self.scheduler.park_all()
+        self.space.shrink()  # one under way is done, with nothing left in memory
+        self._carry_out_moves()
+        self.resizer.note(self.space)
+        self.basis_watch = None
+        self.runner.put_away()
+        self.sleeper.fell_asleep()
 
     def _launch(self, batch: ScheduledBatch, began_at: float) -> bool:
         """Launches ``batch`` after its moves; ``False`` if it is empty or cannot be launched.

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from ..device.cache import total_nbytes
+from ..kv.host_tier import HostTier
 from ..metrics import EngineStats
 from ..started import Started
 
@@ -20,6 +21,7 @@ def take_snapshot(started: Started) -> EngineStats:
     widest_tokens, floor_tokens = cache.capacity
     blocks = cache.blocks_by_group()
     idle = space.prefix.idle.nbytes if space.prefix else 0
+    host = None if space.prefix is None or space.prefix.host is None else space.prefix.host.tier
     return EngineStats(
         time=time.monotonic(),
         model=started.name,
@@ -60,7 +62,24 @@ def take_snapshot(started: Started) -> EngineStats:
         kv_tokens_floor=floor_tokens,
         basis_miss=core.basis_watch.read() if core.basis_watch else None,
         effective_bits=8 * held / fullest["elements"] if held else ladder.effective_bits(0),
+        **({} if host is None else _host_figures(host, started.num_ranks)),
     )
+
+
+def _host_figures(tier: HostTier, num_ranks: int) -> dict[str, int]:
+    """Those of ``EngineStats`` about host memory; ranks have equal shares of it."""
+    found = tier.stats()
+    nbytes = {
+        "host_bytes_total": found.nbytes,
+        "host_bytes_used": found.used_nbytes,
+        "host_bytes_peak": tier.arena.peak_nbytes,
+        "host_bytes_written": found.out_nbytes + found.written_nbytes,
+        "host_bytes_fetched": found.fetched_nbytes,
+        "host_bytes_dropped": found.dropped_nbytes,
+    }
+    tokens = sum(found.fetched_tokens.values())
+    shares = {name: number * num_ranks for name, number in nbytes.items()}
+    return {**shares, "host_blocks": found.num_blocks, "host_fetched_tokens": tokens}
 
 
 def _by_step(demotions: Mapping[tuple[str, str], int]) -> dict[str, int]:

@@ -68,7 +68,9 @@ function drawMemory(stats) {
   const { kv_bytes_total: total, kv_bytes_used: used, kv_bytes_cached: cached } = stats;
   const free = total - used - cached;
   bar($("memory"), [["used", used, "var(--used)"], ["cached", cached, "var(--cached)"], ["free", free, "transparent"]], size);
-  $("free").textContent = `${size(free)} free of ${size(total)}${cached ? `, ${size(cached)} cached prefixes` : ""}`;
+  const { host_bytes_total: host, host_bytes_used: asleep = 0 } = stats; // none are sent where there is no host memory
+  $("free").textContent = `${size(free)} free of ${size(total)}${cached ? `, ${size(cached)} cached prefixes` : ""}`
+    + (host ? `, ${size(asleep)} of ${size(host)} on the host` : "");
 }
 
 /** Adds the speed since the last figures to the curve. */

@@ -110,6 +110,7 @@ def test_a_least_size_in_words_suffices(nbytes: int):
         ("model", [v for v in OBJECTS if not isinstance(v, Path)] + NUMBERS),
         ("kv", [True, *OBJECTS, *NUMBERS, *TEXTS]),
         ("kv_memory", [True, *OBJECTS, *NUMBERS, *TEXTS]),
+        ("host_memory", [True, *OBJECTS, *NUMBERS, *TEXTS]),
         ("fit", [True, *OBJECTS, *NUMBERS, *TEXTS]),
         ("weights", [True, *OBJECTS, *NUMBERS, *TEXTS, "int3"]),
         ("kv_quota", [True, 0, 2, *OBJECTS, *NUMBERS, *TEXTS]),

@@ -82,3 +82,15 @@ def test_the_key_is_read_from_a_file(tmp_path: Path):
         command._admin_key(parser.parse_args([*given, "--replicas", "2"]))
     with pytest.raises(ConfigError):
         command._admin_key(parser.parse_args(["--admin-key-file", str(tmp_path)]))
+
+
+def test_the_engine_sleeps_and_wakes(admin: Running):
+    def post(name: str, key: str = KEY):
+        return admin.http.post(f"/admin/{name}", headers={"authorization": f"Bearer {key}"})
+
+    assert post("sleep", ALICE).status_code == post("wake", ALICE).status_code == 401
+    assert post("sleep").json() == {"is_asleep": True} and admin.engine.is_asleep
+    assert admin.http.get("/health").status_code == 200
+    assert ask(admin, {"size": "8MiB"}).status_code == 400
+    assert post("wake").json() == {"is_asleep": False} and not admin.engine.is_asleep
+    assert admin.engine.stats().kv_bytes_total == 32 * MIB

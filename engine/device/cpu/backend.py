@@ -8,6 +8,7 @@ from ...kv.moves import MoveCommand
 from ...kv.table_rows import TableLayout
 from ..backend import StepLimits
 from ..command import StepCommand
+from ..host_memory import HostMemory
 from ..layouts import Ladder
 from ..logits import CausalLM, Computed
 from ..mover import Dig, Mover
@@ -19,9 +20,17 @@ from .steps import CpuSteps
 class CpuBackend:
     """Steps and moves over ``memory``; see ``Backend``."""
 
-    def __init__(self, model: CausalLM, memory: Tensor, layout: TableLayout, ladder: Ladder, dig: Dig | None = None):
-        """``dig``: of the memory."""
-        self.steps, self.mover = CpuSteps(model, memory, layout, ladder), Mover(memory, ladder, dig=dig)
+    def __init__(
+        self,
+        model: CausalLM,
+        memory: Tensor,
+        layout: TableLayout,
+        ladder: Ladder,
+        dig: Dig | None = None,
+        host: HostMemory | None = None,
+    ):
+        """``dig``: of the memory;  ``host``: memory for blocks that leave it."""
+        self.steps, self.mover = CpuSteps(model, memory, layout, ladder), Mover(memory, ladder, None, dig, host)
 
     def step(self, command: StepCommand) -> Computed:
         """Computes the KV of the command's tokens and the results that it asks for."""

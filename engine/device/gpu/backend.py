@@ -10,6 +10,7 @@ from ...kv.moves import MoveCommand
 from ...kv.table_rows import TableLayout
 from ..backend import Captured, StepLimits
 from ..command import StepCommand
+from ..host_memory import HostMemory
 from ..layouts import Ladder
 from ..logits import CausalLM, Computed
 from ..memory import is_out_of_memory
@@ -32,11 +33,12 @@ class GpuBackend:
         ladder: Ladder,
         cuda_graphs: bool,
         dig: Dig | None = None,
+        host: HostMemory | None = None,
     ):
-        """``dig``: of the memory."""
+        """``dig``: of the memory;  ``host``: memory for blocks that leave it."""
         self._device = memory.device
         self.steps = GpuSteps(model, memory, layout, ladder, cuda_graphs)
-        self.mover = Mover(memory, ladder, Graphs(memory.device) if cuda_graphs else None, dig)
+        self.mover = Mover(memory, ladder, Graphs(memory.device) if cuda_graphs else None, dig, host)
 
     def step(self, command: StepCommand) -> Computed:
         """Enqueues the KV of the command's tokens and the results that it asks for."""
