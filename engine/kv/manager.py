@@ -28,8 +28,10 @@ class KVManager:
         self.tables, self.quota = tables, quota
         self.spec = tables.spec
         self._blocks = tables.main if len(tables.groups) == 1 else tables  # asked often: a lone group answers itself
-        # Codes under patterns mean nothing without their request's bank, so nothing is shared.
-        self.prefix = None if any(group.has_bank for group in self.spec.groups) else prefix
+        # Codes under patterns mean nothing without their request's bank, and a state is that of its last token alone:
+        # nothing is shared.
+        is_alone = self.spec.has_states or any(group.has_bank for group in self.spec.groups)
+        self.prefix = None if is_alone else prefix
         self.demand = RunningDemand(tables, open_end_blocks)
         self.capacities = self.capacities_of(tables)  # by floor
         self._demotable_at: dict[Request, int] = {}  # computed tokens at which a block can first step down, if known

@@ -16,7 +16,7 @@ def take_snapshot(started: Started) -> EngineStats:
     core, space = started.core, started.core.space
     cache, counters = core.runner.cache, core.counters
     peak, fullest, ladder = cache.peak, cache.fullest, started.ladder
-    held = total_nbytes(fullest)
+    held = total_nbytes(fullest) - fullest["state"]  # of KV
     widest_tokens, floor_tokens = cache.capacity
     blocks = cache.blocks_by_group()
     idle = space.prefix.idle.nbytes if space.prefix else 0
