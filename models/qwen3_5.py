@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from .attention import Attention
+from .attention import Attention, AttentionBatch
 from .config import FULL, ModelConfig, read_biases, read_num_layers
 from .delta_net import DeltaNet, HybridConfig, PiecewiseLinear, StateBatch, read_states
 from .fields import Fields
@@ -88,9 +88,7 @@ def read_qwen3_5_moe(fields: Fields) -> ModelConfig:
     )
     shared_size = fields.integer("shared_expert_intermediate_size", 1, 2**20, default=512)
     fields = fields.without("intermediate_size").given(intermediate_size=fields.get("moe_intermediate_size"))
-    return read_hybrid(
-        fields, HybridMoeConfig, **read_moe(fields, "moe_intermediate_size"), shared_size=shared_size
-    )
+    return read_hybrid(fields, HybridMoeConfig, **read_moe(fields, "moe_intermediate_size"), shared_size=shared_size)
 
 
 class GatedAttention(Attention):
@@ -108,7 +106,7 @@ class GatedAttention(Attention):
         gates = [("q_proj", Part(size, row + size, rows)) for row in first]
         self.gate = PiecewiseLinear(config.hidden_size, gates, bias=bias)
 
-    def forward(self, x: Tensor, rotation: Rotation, batch: StateBatch) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, batch: AttentionBatch) -> Tensor:
         """x and result [N, E]."""
         num_tokens = x.shape[0]
         qkv = self.qkv_proj(x).view(num_tokens, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
@@ -134,7 +132,8 @@ class SharedMoE(MoE):
 
     def forward(self, x: Tensor) -> Tensor:
         """x and result [N, E]."""
-        return super().forward(x) + self.shared_gate(x).sigmoid() * self.shared_expert(x)
+        shared: Tensor = self.shared_gate(x).sigmoid() * self.shared_expert(x)
+        return super().forward(x) + shared
 
 
 class StackedMoE(SharedMoE):
@@ -170,8 +169,9 @@ class HybridLayer(Layer):
         if kv_layer is None:
             self.linear_attn = self.delta_class(config, config.kv_layers[:layer].count(None), ranks)
         self.post_attention_layernorm = make_norm(config, "post_attention_layernorm")
-        is_dense = not isinstance(config, HybridMoeConfig) or layer in config.dense_layers
-        self.mlp = MLP(config, ranks) if is_dense else self.moe_class(config, ranks)
+        has_experts = isinstance(config, HybridMoeConfig) and layer not in config.dense_layers
+        mlp_class: type[Any] = self.moe_class if has_experts else MLP
+        self.mlp = mlp_class(config, ranks)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Rotation, batch: StateBatch

@@ -110,8 +110,8 @@ class LayerGroup:
     """Layers whose KV lies in the same blocks: the rungs of a block, widest first, and the slots of a request.
 
     ``layers`` of the model;  ``floors``: for each rung of the ladder the group's own one. At most one of the ``slots``
-    holds tokens, and it comes first; states come next, a bank last. Blocks in the ``window`` of a request, its newest tokens, stay
-    dense. ``visible``: tokens that a token sees, itself included; None for all before it.
+    holds tokens, and it comes first; states come next, a bank last. Blocks in the ``window`` of a request, its newest
+    tokens, stay dense. ``visible``: tokens that a token sees, itself included; None for all before it.
     """
 
     layers: tuple[int, ...]

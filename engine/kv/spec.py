@@ -42,10 +42,10 @@ class GroupSpec:
     """Layers whose KV lives in the same blocks: the rungs of a block, widest first, and the slots of a request.
 
     ``floors``: for each rung of the ladder the group's own one. At most one of the ``slots`` holds tokens, and it comes
-    first; states come next, a bank last. Blocks in the ``recent`` window of a request stay on the first rung. ``visible``: tokens
-    that a token sees, itself included; None for all before it. ``num_windows``: windows of a request after its prompt
-    that add a pattern to its bank. ``align``: bytes that slabs are a multiple of. Raises ``ValueError`` for parts that
-    do not go together.
+    first; states come next, a bank last. Blocks in the ``recent`` window of a request stay on the first rung.
+    ``visible``: tokens that a token sees, itself included; None for all before it. ``num_windows``: windows of a
+    request after its prompt that add a pattern to its bank. ``align``: bytes that slabs are a multiple of. Raises
+    ``ValueError`` for parts that do not go together.
     """
 
     layers: tuple[int, ...]

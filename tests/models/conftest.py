@@ -84,7 +84,6 @@ class DenseBatch:
         weights = scores.softmax(dim=-1)[..., :total]
         return torch.einsum("hqk,khd->qhd", weights, v.float()).to(q.dtype)
 
-
     def delta_net(self, layer: int, qkv: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights) -> Tensor:
         spec = self.states[layer]
         conv = self.conv.get(layer, qkv.new_zeros(spec.conv_shape))
