@@ -81,7 +81,7 @@ class KVCache:
             check_free(more, free_memory(device), device, field="size", value=format_size(nbytes))
 
     def bytes_in_use(self) -> Counter[str]:
-        """Live blocks by kind of byte, "codes", "meta" (with all padding), "dense" and "state", and their KV "elements"."""
+        """Live blocks by kind of byte: "codes", "meta" (with all padding), "dense", "state"; and KV "elements"."""
         found: Counter[str] = Counter()
         for group, tables in zip(self.ladder.groups, self.tables.groups, strict=True):
             for number, count in tables.num_blocks.items():
