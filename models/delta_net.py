@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -84,10 +85,16 @@ def _read_kinds(fields: Fields) -> list[str]:
 
 
 class PiecewiseLinear(Linear):
-    """A linear layer made of ``pieces``: rows of checkpoint projections, several of which may be of one."""
+    """A linear layer made of ``pieces``: rows of checkpoint projections, several of which may be of one.
+
+    Those of one projection follow one another.
+    """
 
     def __init__(self, in_features: int, pieces: Sequence[tuple[str, Part]], *, bias: bool = False):
-        super().__init__(in_features, {"pieces": sum(rows.size for _, rows in pieces)}, bias=bias)
+        sizes = Counter[str]()
+        for name, rows in pieces:
+            sizes[name] += rows.size
+        super().__init__(in_features, sizes, bias=bias)
         self.pieces = pieces
 
     def projections(self) -> Iterator[Projection]:
@@ -146,7 +153,9 @@ class DeltaNet(Layer):
     @cached_property
     def weights(self) -> DeltaWeights:
         """What the batch computes with, once the parameters are filled."""
-        return DeltaWeights(self.conv.detach(), self.A_log.detach().float().exp(), self.dt_bias.detach().float())
+        return DeltaWeights(
+            self.spec, self.conv.detach(), self.A_log.detach().float().exp(), self.dt_bias.detach().float()
+        )
 
     def forward(self, x: Tensor, batch: StateBatch) -> Tensor:
         """x and result [N, E]."""

@@ -10,19 +10,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .reference import gates, unit
-from .state import DeltaWeights, StateSpec
+from .state import DeltaWeights
 
 CHUNK = 64  # tokens whose writes are condensed into one product with the state
 
 
 def delta_net_step(
-    spec: StateSpec, qkv: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights, recurrent: Tensor, conv: Tensor
+    qkv: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights, recurrent: Tensor, conv: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One token of each of B requests.
 
     Shapes:  qkv [B, C];  b, a [B, HV];  recurrent [B, HV, DK, DV] float32;  conv [B, C, W - 1];
              returns [B, HV, DV] in the dtype of qkv, and both states behind the tokens
     """
+    spec = weights.spec
     window = torch.cat((conv, qkv[:, :, None]), dim=2)
     mixed = F.silu((window.float() * weights.conv.float()).sum(2)).to(qkv.dtype)
     q, k, v = spec.split(mixed)
@@ -37,7 +38,7 @@ def delta_net_step(
 
 
 def delta_net_chunk(
-    spec: StateSpec, qkv: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights, recurrent: Tensor, conv: Tensor
+    qkv: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights, recurrent: Tensor, conv: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """T tokens of one request.
 
@@ -46,7 +47,7 @@ def delta_net_chunk(
     """
     mixed, conv = short_conv(qkv, conv, weights.conv)
     beta, g = gates(b, a, weights.decay, weights.dt_bias)
-    out, recurrent = delta_rule(*spec.split(mixed), beta, g, recurrent)
+    out, recurrent = delta_rule(*weights.spec.split(mixed), beta, g, recurrent)
     return out, recurrent, conv
 
 

@@ -55,11 +55,12 @@ class StateSpec(NamedTuple):
 
 
 class DeltaWeights(NamedTuple):
-    """What a layer multiplies with: ``conv`` [C, W], and of each value head ``decay`` and ``dt_bias`` [HV] float32.
+    """What a layer computes with: ``conv`` [C, W], and of each value head ``decay`` and ``dt_bias`` [HV] float32.
 
     ``decay`` is exp(A_log).
     """
 
+    spec: StateSpec
     conv: Tensor
     decay: Tensor
     dt_bias: Tensor

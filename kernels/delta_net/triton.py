@@ -21,7 +21,6 @@ STEP_COLUMNS, SCAN_COLUMNS, SOLVE_COLUMNS = 32, 32, 64  # of a head's values
 
 
 def delta_net_step_triton(
-    spec: StateSpec,
     memory: Tensor,
     qkv: Tensor,
     b: Tensor,
@@ -37,6 +36,7 @@ def delta_net_step_triton(
     Rows of padding come out as zeros.
     """
     _check(qkv, b, a, out)
+    spec = weights.spec
     number, tables = len(qkv), (work.addresses[layer], work.lengths)
     mixed, overlap = _empty_like_rows(qkv), overlap_options(qkv.device)
     constexprs, num_warps = conv_step_variant(spec)
@@ -51,7 +51,6 @@ def delta_net_step_triton(
 
 
 def delta_net_chunk_triton(
-    spec: StateSpec,
     memory: Tensor,
     qkv: Tensor,
     b: Tensor,
@@ -66,6 +65,7 @@ def delta_net_chunk_triton(
     Shapes:  memory [bytes] uint8;  qkv [N, C];  b, a [N, HV], columns contiguous;  out [N, HV, DV], contiguous
     """
     _check(qkv, b, a, out)
+    spec = weights.spec
     addresses, items, chunks = work.addresses[layer], work.items, work.chunks
     mixed, dims = _empty_like_rows(qkv), (spec.num_v_heads, CHUNK)
     written = qkv.new_empty(len(chunks), *dims, spec.v_dim)

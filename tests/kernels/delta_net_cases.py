@@ -49,7 +49,7 @@ class Arena:
 
 def make_weights(spec: StateSpec, dtype: torch.dtype) -> DeltaWeights:
     conv = (torch.randn(spec.num_channels, spec.conv_width) / 2).to(dtype)
-    return DeltaWeights(conv, torch.rand(spec.num_v_heads) * 2, torch.randn(spec.num_v_heads))
+    return DeltaWeights(spec, conv, torch.rand(spec.num_v_heads) * 2, torch.randn(spec.num_v_heads))
 
 
 def make_rows(spec: StateSpec, dtype: torch.dtype, number: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,12 +61,12 @@ def make_rows(spec: StateSpec, dtype: torch.dtype, number: int) -> tuple[Tensor,
 
 
 def plain(
-    spec: StateSpec, weights: DeltaWeights, qkv: Tensor, b: Tensor, a: Tensor, recurrent: Tensor, conv: Tensor
+    weights: DeltaWeights, qkv: Tensor, b: Tensor, a: Tensor, recurrent: Tensor, conv: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs and both states by the reference."""
     mixed, conv = reference.short_conv(qkv, conv, weights.conv)
     gates = reference.gates(b, a, weights.decay, weights.dt_bias)
-    out, recurrent = reference.delta_rule(*spec.split(mixed), *gates, recurrent)
+    out, recurrent = reference.delta_rule(*weights.spec.split(mixed), *gates, recurrent)
     return out, recurrent, conv
 
 
@@ -92,14 +92,14 @@ def step(spec: StateSpec, dtype: torch.dtype, positions: list[int]) -> float:
     out = torch.full((len(positions), spec.num_v_heads, spec.v_dim), torch.nan, dtype=dtype)
     work = StepWork(arena.addresses, torch.tensor(positions, dtype=torch.int32) + 1)
     had = arena.num_written()
-    delta_net_step_triton(spec, arena.memory, qkv, b, a, weights, work, layer, out)
+    delta_net_step_triton(arena.memory, qkv, b, a, weights, work, layer, out)
     pairs = []
     for i, position in enumerate(positions):
         if position < 0:  # padding: zeros, and its slot stays as it is
             assert not out[i].any() and arena.views(layer, i)[0].isnan().all()
             continue
         row = slice(i, i + 1)
-        expected = plain(spec, weights, qkv[row], b[row], a[row], *states[i])
+        expected = plain(weights, qkv[row], b[row], a[row], *states[i])
         pairs += list(zip((out[row], *arena.views(layer, i)), expected, strict=True))
     assert arena.num_written() > had or all(position for position in positions)
     return worst(pairs)
@@ -112,11 +112,11 @@ def chunks(spec: StateSpec, dtype: torch.dtype, starts: list[int], counts: list[
     states = [begin(arena, layer, i, not start) for i, start in enumerate(starts)]
     out = torch.full((sum(counts), spec.num_v_heads, spec.v_dim), torch.nan, dtype=dtype)
     work = ChunkWork.build(arena.addresses.T.tolist(), starts, counts)
-    delta_net_chunk_triton(spec, arena.memory, qkv, b, a, weights, work, layer, out)
+    delta_net_chunk_triton(arena.memory, qkv, b, a, weights, work, layer, out)
     pairs, row = [], 0
     for i, count in enumerate(counts):
         part = slice(row, row + count)
-        expected = plain(spec, weights, qkv[part], b[part], a[part], *states[i])
+        expected = plain(weights, qkv[part], b[part], a[part], *states[i])
         pairs += list(zip((out[part], *arena.views(layer, i)), expected, strict=True))
         row += count
     return worst(pairs)

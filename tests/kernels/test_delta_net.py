@@ -21,17 +21,17 @@ def make(spec: StateSpec, num_tokens: int) -> tuple[DeltaWeights, tuple[Tensor, 
     torch.manual_seed(num_tokens)
     heads = spec.num_v_heads
     conv = torch.randn(spec.num_channels, spec.conv_width)
-    weights = DeltaWeights(conv, torch.rand(heads) * 4, torch.randn(heads))
+    weights = DeltaWeights(spec, conv, torch.rand(heads) * 4, torch.randn(heads))
     rows = torch.randn(num_tokens, spec.num_channels), torch.randn(num_tokens, heads), torch.randn(num_tokens, heads)
     return weights, rows, (torch.randn(spec.recurrent_shape), torch.randn(spec.conv_shape))
 
 
 def plain(
-    spec: StateSpec, weights: DeltaWeights, rows: tuple[Tensor, Tensor, Tensor], states: tuple[Tensor, Tensor]
+    weights: DeltaWeights, rows: tuple[Tensor, Tensor, Tensor], states: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     mixed, conv = reference.short_conv(rows[0], states[1], weights.conv)
     gates = reference.gates(*rows[1:], weights.decay, weights.dt_bias)
-    out, recurrent = reference.delta_rule(*spec.split(mixed), *gates, states[0])
+    out, recurrent = reference.delta_rule(*weights.spec.split(mixed), *gates, states[0])
     return out, recurrent, conv
 
 
@@ -44,11 +44,11 @@ def assert_close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Non
 @pytest.mark.parametrize("num_tokens", [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 7])
 def test_all_forms_agree(spec: StateSpec, num_tokens: int) -> None:
     weights, rows, states = make(spec, num_tokens)
-    expected = plain(spec, weights, rows, states)
-    assert_close(delta_net_chunk(spec, *rows, weights, *states), expected)
+    expected = plain(weights, rows, states)
+    assert_close(delta_net_chunk(*rows, weights, *states), expected)
     single, out = tuple(state[None] for state in states), []
     for t in range(num_tokens):
-        token, *single = delta_net_step(spec, *(x[t : t + 1] for x in rows), weights, *single)
+        token, *single = delta_net_step(*(x[t : t + 1] for x in rows), weights, *single)
         out.append(token[0])
     assert_close((torch.stack(out), *(state[0] for state in single)), expected)
 
@@ -56,9 +56,9 @@ def test_all_forms_agree(spec: StateSpec, num_tokens: int) -> None:
 def test_a_sequence_may_be_cut_anywhere() -> None:
     spec = SPECS[1]
     weights, rows, states = make(spec, 200)
-    expected, out, start = delta_net_chunk(spec, *rows, weights, *states), [], 0
+    expected, out, start = delta_net_chunk(*rows, weights, *states), [], 0
     for size in (1, 2, 70, 1, 126):
-        part, *states = delta_net_chunk(spec, *(x[start : start + size] for x in rows), weights, *states)
+        part, *states = delta_net_chunk(*(x[start : start + size] for x in rows), weights, *states)
         out.append(part)
         start += size
     assert_close((torch.cat(out), *states), expected)
@@ -68,10 +68,10 @@ def test_requests_of_a_batch_do_not_mix() -> None:
     spec = SPECS[1]
     weights, rows, _ = make(spec, 5)
     states = torch.randn(5, *spec.recurrent_shape), torch.randn(5, *spec.conv_shape)
-    together = delta_net_step(spec, *rows, weights, *states)
+    together = delta_net_step(*rows, weights, *states)
     for i in range(5):
         one = slice(i, i + 1)
-        alone = delta_net_step(spec, *(x[one] for x in rows), weights, *(state[one] for state in states))
+        alone = delta_net_step(*(x[one] for x in rows), weights, *(state[one] for state in states))
         assert_close(alone, tuple(x[one] for x in together))
 
 
@@ -90,7 +90,7 @@ def test_strong_decay_leaves_no_trace_and_no_nan() -> None:
     spec = SPECS[1]
     weights, rows, states = make(spec, 130)
     weights = weights._replace(decay=torch.full((6,), 300.0))
-    assert_close(delta_net_chunk(spec, *rows, weights, *states), plain(spec, weights, rows, states))
+    assert_close(delta_net_chunk(*rows, weights, *states), plain(weights, rows, states))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -107,8 +107,8 @@ def test_gradients_pass_through_the_chunked_form() -> None:
     weights, rows, states = make(spec, 70)
     for x in rows:
         x.requires_grad_()
-    found = torch.autograd.grad(delta_net_chunk(spec, *rows, weights, *states)[0].square().sum(), rows)
-    expected = torch.autograd.grad(plain(spec, weights, rows, states)[0].square().sum(), rows)
+    found = torch.autograd.grad(delta_net_chunk(*rows, weights, *states)[0].square().sum(), rows)
+    expected = torch.autograd.grad(plain(weights, rows, states)[0].square().sum(), rows)
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
 

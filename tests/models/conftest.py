@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 
 from qkv_engine.errors import ModelError
-from qkv_engine.kernels.delta_net import DeltaWeights, StateSpec, reference
+from qkv_engine.kernels.delta_net import DeltaWeights, reference
 from qkv_engine.kernels.rope_kv_write import KeyBasis
 from qkv_engine.kernels.rope_kv_write.cpu import rotate
 from qkv_engine.kernels.rope_kv_write.key_basis import in_basis
@@ -40,11 +40,11 @@ TINY = {
 class DenseBatch:
     """Causal grouped-query attention over one request, which grows by any number of tokens a step: the oracle.
 
-    ``specs``: of each layer, for the heads of one rank. ``states``: of each layer with a state in place of KV.
+    ``specs``: of each layer, for the heads of one rank.
     """
 
-    def __init__(self, specs: Sequence[AttentionSpec], states: Sequence[StateSpec] = ()) -> None:
-        self.specs, self.states = specs, states
+    def __init__(self, specs: Sequence[AttentionSpec]) -> None:
+        self.specs = specs
         self.recurrent: dict[int, Tensor] = {}
         self.conv: dict[int, Tensor] = {}
         self.keys: dict[int, Tensor] = {}
@@ -85,7 +85,7 @@ class DenseBatch:
         return torch.einsum("hqk,khd->qhd", weights, v.float()).to(q.dtype)
 
     def delta_net(self, layer: int, qkv: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights) -> Tensor:
-        spec = self.states[layer]
+        spec = weights.spec
         conv = self.conv.get(layer, qkv.new_zeros(spec.conv_shape))
         recurrent = self.recurrent.get(layer, torch.zeros(spec.recurrent_shape))
         mixed, self.conv[layer] = reference.short_conv(qkv, conv, weights.conv)
@@ -107,7 +107,7 @@ def logits_of() -> Callable[..., Tensor]:
     """Logits ``[N, V]`` of a loaded model over one sequence, fed in steps of the given sizes (all at once without)."""
 
     def run(loaded: LoadedModel, ids: Tensor, steps: tuple[int, ...] = ()) -> Tensor:
-        batch, logits, start = DenseBatch(loaded.config.attention, loaded.config.states), [], 0
+        batch, logits, start = DenseBatch(loaded.config.attention), [], 0
         with torch.inference_mode():
             for size in steps or (len(ids),):
                 positions = torch.arange(start, start + size)

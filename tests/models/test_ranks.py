@@ -94,8 +94,7 @@ def on_ranks(size: int, work: Callable[[Ranks], Tensor]) -> list[Tensor]:
 
 
 def logits_of(loaded: LoadedModel, ranks: Ranks) -> Tensor:
-    share = loaded.config.share(ranks.size)
-    batch = DenseBatch(share.attention, share.states)
+    batch = DenseBatch(loaded.config.share(ranks.size).attention)
     with torch.inference_mode():
         return loaded.model.compute_logits(loaded.model(IDS, torch.arange(len(IDS)), batch))
 

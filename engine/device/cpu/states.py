@@ -78,17 +78,17 @@ class CpuStates:
 
     def delta_net(self, layer: int, qkv: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights) -> Tensor:
         """See ``StateBatch.delta_net``. Rows beyond the step's tokens are padding; they come out as zeros."""
-        spec, n = self._planner.specs[layer], self._num_decodes
+        spec, n = weights.spec, self._num_decodes
         out = qkv.new_zeros(len(qkv), spec.num_v_heads, spec.v_dim)
         if n:
             states = [self._planner.state(layer, item) for item in self._items[:n]]
             recurrent, conv = (torch.stack(parts) for parts in zip(*states, strict=True))
-            out[:n], *new = delta_net_step(spec, qkv[:n], b[:n], a[:n], weights, recurrent, conv)
+            out[:n], *new = delta_net_step(qkv[:n], b[:n], a[:n], weights, recurrent, conv)
             for state, *parts in zip(states, *new, strict=True):
                 _write(state, *parts)
         for item in self._items[n:]:
             part, state = slice(item.first, item.last), self._planner.state(layer, item)
-            out[part], *new = delta_net_chunk(spec, qkv[part], b[part], a[part], weights, *state)
+            out[part], *new = delta_net_chunk(qkv[part], b[part], a[part], weights, *state)
             _write(state, *new)
         return out
 

@@ -10,16 +10,15 @@ from qkv_engine.kernels.delta_net import DeltaWeights
 from qkv_engine.kernels.delta_net.plan import ChunkWork, StepWork
 from qkv_engine.kernels.delta_net.triton import delta_net_chunk_triton, delta_net_step_triton
 
-from ..layouts import Ladder
 from ..tables import GroupWords
 
 
 class GpuStatePlanner:
     """Planner of a step's states over the words of the main group's tables."""
 
-    def __init__(self, memory: Tensor, tables: GroupWords, words: BlockWords, ladder: Ladder):
+    def __init__(self, memory: Tensor, tables: GroupWords, words: BlockWords):
         """``words``: those of ``tables`` on the device."""
-        self.memory, self.specs, self._tables, self._words = memory, ladder.states, tables, words
+        self.memory, self._tables, self._words = memory, tables, words
         section = tables.section
         first = section.num_numbers + section.first_state
         self._entries = torch.arange(first, first + section.num_states, device=memory.device)[:, None]
@@ -44,10 +43,10 @@ class GpuStates:
 
     def delta_net(self, layer: int, qkv: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights) -> Tensor:
         """See ``StateBatch.delta_net``. Rows of padding come out as zeros."""
-        n, spec, memory = self._num_steps, self._planner.specs[layer], self._planner.memory
+        n, spec, memory = self._num_steps, weights.spec, self._planner.memory
         out = qkv.new_empty(len(qkv), spec.num_v_heads, spec.v_dim)
         if self._steps is not None:
-            delta_net_step_triton(spec, memory, qkv[:n], b[:n], a[:n], weights, self._steps, layer, out[:n])
+            delta_net_step_triton(memory, qkv[:n], b[:n], a[:n], weights, self._steps, layer, out[:n])
         if self._chunks is not None:
-            delta_net_chunk_triton(spec, memory, qkv[n:], b[n:], a[n:], weights, self._chunks, layer, out[n:])
+            delta_net_chunk_triton(memory, qkv[n:], b[n:], a[n:], weights, self._chunks, layer, out[n:])
         return out
