@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from qkv_engine.kernels.delta_net import DeltaWeights, StateSpec, gated_rms_norm
@@ -176,7 +175,3 @@ class DeltaNet(Layer):
         for name, parameter in (("A_log", self.A_log), ("dt_bias", self.dt_bias)):
             heads = self.v_heads
             yield CheckpointRows(f"linear_attn.{name}", (heads.whole,), parameter, 0, heads.size, heads.first)
-
-    def weight_nbytes(self, dtype: torch.dtype) -> int:
-        """See ``Layer.weight_nbytes``."""
-        return self.conv.numel() * dtype.itemsize + 4 * (self.A_log.numel() + self.dt_bias.numel())
