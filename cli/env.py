@@ -55,7 +55,8 @@ rungs, from the widest to the floor:
                         once
   bits                  the same with all metadata counted
   capacity tokens       of one request whose blocks all stand on the rung
-  capacity requests     of the whole context together, if layers have windows or states
+  capacity requests     of the whole context together, if layers have windows
+                        or states
 groups, if some layers see a window of tokens or have other heads:
   block                 bytes of a block of 128 tokens in these layers, at first
   most blocks           of a request that decodes, whatever its length

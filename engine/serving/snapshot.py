@@ -53,6 +53,7 @@ def take_snapshot(started: Started) -> EngineStats:
         kv_bytes_codes=peak["codes"],
         kv_bytes_meta=peak["meta"],
         kv_bytes_dense=peak["dense"],
+        kv_bytes_state=peak["state"],
         kv_rungs={name: ladder.effective_bits(rung) for rung, name in enumerate(ladder.names)},
         kv_blocks=dict(sum(blocks, Counter())),
         kv_group_blocks=tuple(dict(each) for each in blocks) if len(blocks) > 1 else (),
