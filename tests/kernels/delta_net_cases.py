@@ -111,7 +111,7 @@ def chunks(spec: StateSpec, dtype: torch.dtype, starts: list[int], counts: list[
     qkv, b, a = make_rows(spec, dtype, sum(counts))
     states = [begin(arena, layer, i, not start) for i, start in enumerate(starts)]
     out = torch.full((sum(counts), spec.num_v_heads, spec.v_dim), torch.nan, dtype=dtype)
-    work = ChunkWork.build(arena.addresses.T.tolist(), starts, counts)
+    work = ChunkWork.build(arena.addresses.T.tolist(), starts, counts).to(qkv.device)
     delta_net_chunk_triton(arena.memory, qkv, b, a, weights, work, layer, out)
     pairs, row = [], 0
     for i, count in enumerate(counts):

@@ -217,6 +217,17 @@ def test_commands_carry_where_states_are(folder: Path) -> None:
     assert not any(output.error for output in outputs) and twin.num_groups and twin.num_gone_on
 
 
+def test_two_ranks_give_the_tokens_of_one(saved: Callable[..., Any], tmp_path: Path) -> None:
+    """Each has the states of its heads, at equal addresses."""
+    saved("Qwen3_5", HYBRID | {"intermediate_size": 88})
+    work, found = prompts(6), []
+    for size in (1, 2):
+        options: dict[str, Any] = {"kv": "fp32", "kv_memory": f"{1024 // size}KiB", "num_threads": 1}
+        with Engine(tmp_path, tensor_parallel=size, device="cpu", max_num_batched_tokens=48, **options) as engine:
+            found.append(answers(engine, work))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("family", ["Qwen3_5", "Qwen3_5Moe"])
 def test_vision_and_drafts_of_a_checkpoint_are_skipped(
     family: str, logits_of: Callable[..., Tensor], tmp_path: Path, caplog: pytest.LogCaptureFixture
