@@ -87,6 +87,8 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
     ladder = rank_ladder(config.kv, model_config, ranks.size, dtype, limit)
     cache = KVCache(ladder, _kv_bytes(config, ladder, limit, device), device, limit, resizable=config.resizable)
     max_model_len = _fit_model_len(config, limit, cache)
+    if config.prefix_caching and ladder.states:
+        logger.info("prefix caching is off: %s has states, which prefixes cannot share", loaded.name)
 
     def make_space() -> KVManager:
         prefix = PrefixCache(cache.tables, loaded.name) if config.prefix_caching else None

@@ -15,9 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qkv_engine import Engine, ModelError, RequestOutput, SamplingParams
+from qkv_engine.bench.filled import FilledEngine
+from qkv_engine.config import EngineConfig
 from qkv_engine.device.cpu.states import CpuStates
 from qkv_engine.kernels.delta_net import StateSpec
+from qkv_engine.kv.moves import MoveCommand
 from qkv_engine.models.loader import find_model
+from qkv_engine.presets import resolve_kv
 from qkv_engine.serving.submission import Submission
 
 from ..engine.test_command import Twin
@@ -282,3 +286,42 @@ def test_a_tensor_of_a_state_layer_that_is_missing_is_named(folder: Path) -> Non
     save_file(tensors, path)
     with pytest.raises(ModelError, match=r"layers\.1\.linear_attn\.A_log"):
         load_for(folder)
+
+
+def test_a_filled_prompt_goes_on_from_empty_states(folder: Path) -> None:
+    """As ``qkv-engine bench`` fills prompts in place of computing them."""
+    config = EngineConfig(model=str(folder), kv=resolve_kv("fp32"), kv_memory="4MiB", device="cpu", max_model_len=400)
+    with FilledEngine(config) as engine:
+        engine.begin([200, 77], 300)
+        assert engine.seconds_per_step(12) > 0
+        assert [request.num_computed_tokens for request in engine.running] == [212, 89]
+        engine.end()
+
+
+def test_states_move_while_memory_shrinks(folder: Path) -> None:
+    """Requests that end leave holes; the states of the others go there, and their tokens stay the same."""
+    started = begin("fp32", "3MiB", model=str(folder), max_model_len=300, prefix_caching=False)
+    core, moved = started.core, 0
+    work = prompts(12, seed=5, most=60)
+    expected = tokens(play(core, submissions(work, {}), {}))
+    nbytes, move = SPEC.nbytes(torch.float32), core.runner.backend.move
+
+    def watched(command: MoveCommand) -> Any:
+        nonlocal moved
+        moved += sum(len(launch.src) for wave in command.waves for launch in wave.launches if launch.nbytes == nbytes)
+        return move(command)
+
+    core.runner.backend.move = watched  # type: ignore[method-assign]
+    load = submissions(work, {i: [expected[i][4]] for i in range(0, 12, 2)})
+    for submission in load:
+        core.live[submission.request_id] = submission
+        core.add(submission)
+    step = 0
+    while core.has_work:
+        core.step()
+        step += 1
+        if step == 24:
+            core.resize(11 * 2**15)
+    found = [submission.stream.get(0).token_ids for submission in load]
+    assert moved and found[1::2] == expected[1::2]
+    core.space.tables.check_integrity()
