@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from qkv_engine import Engine, ModelError, RequestOutput, SamplingParams
+from qkv_engine import ConfigError, Engine, ModelError, RequestOutput, SamplingParams
 from qkv_engine.bench.filled import FilledEngine
 from qkv_engine.config import EngineConfig
 from qkv_engine.device.cpu.states import CpuStates
@@ -224,6 +224,8 @@ def test_commands_carry_where_states_are(folder: Path) -> None:
 def test_two_ranks_give_the_tokens_of_one(saved: Callable[..., Any], tmp_path: Path) -> None:
     """Each has the states of its heads, at equal addresses."""
     saved("Qwen3_5", HYBRID | {"intermediate_size": 88})
+    with pytest.raises(ConfigError, match="2 key heads of states"):
+        find_model(str(tmp_path)).config.check_ranks(4)
     work, found = prompts(6), []
     for size in (1, 2):
         options: dict[str, Any] = {"kv": "fp32", "kv_memory": f"{1024 // size}KiB", "num_threads": 1}
