@@ -19,6 +19,7 @@ from qkv_engine.closable import Closable
 from qkv_engine.config import BLOCK_TOKENS
 from qkv_engine.device.cpu.threads import computing_with
 from qkv_engine.errors import QKVError
+from qkv_engine.kv.block import slot_rung
 from qkv_engine.kv.manager import KVManager
 from qkv_engine.serving.snapshot import take_snapshot
 from qkv_engine.serving.submission import Submission
@@ -77,7 +78,10 @@ class FilledManager(KVManager):
         return filled
 
     def _fill(self, request: Request, start: int, end: int) -> None:
-        """Random K and V for the blocks that begin at tokens ``start .. end``, and for the request's slots."""
+        """Random K and V for the blocks that begin at tokens ``start .. end``, and for the request's slots.
+
+        States are zeros.
+        """
         apply_moves(self._core.runner)
         for group in self.tables.groups:
             table = group[request.request_id]
@@ -85,12 +89,17 @@ class FilledManager(KVManager):
             for block in table.blocks[max(0, first) : last]:
                 self._write(block.slot)
             for block in () if start else table.slots:
-                self._write(block.slot)
+                if group.spec.slots[slot_rung(block.rung)].is_state:
+                    self._bytes(block.slot).zero_()
+                else:
+                    self._write(block.slot)
 
     def _write(self, slot: Slot) -> None:
         pattern = self._patterns[slot.address // slot.nbytes % len(self._patterns)]
-        memory = self._core.runner.cache.memory
-        memory[slot.address : slot.address + slot.nbytes] = pattern[: slot.nbytes]
+        self._bytes(slot).copy_(pattern[: slot.nbytes])
+
+    def _bytes(self, slot: Slot) -> torch.Tensor:
+        return self._core.runner.cache.memory[slot.address : slot.address + slot.nbytes]
 
 
 class FilledEngine(Closable):

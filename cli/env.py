@@ -56,6 +56,7 @@ rungs, from the widest to the floor:
   bits                  the same with all metadata counted
   capacity tokens       of one request whose blocks all stand on the rung
   capacity requests     of the whole context together, if layers have windows
+                        or states
   host tokens           of cached prefixes that --host-memory holds
 groups, if some layers see a window of tokens or have other heads:
   block                 bytes of a block of 128 tokens in these layers, at first
@@ -202,7 +203,7 @@ def _capacities(ladder: Ladder, nbytes: int, context: int) -> tuple[list[dict[st
     except CapacityError as error:
         return [{"capacity_tokens": 0}] * len(ladder.names), 0, error
     found = [{"capacity_tokens": tables.max_tokens(rung, context=context)} for rung in range(len(ladder.names))]
-    if ladder.spec.has_windows:
+    if ladder.spec.has_windows or ladder.spec.has_states:
         for rung, row in enumerate(found):
             row["capacity_requests"] = tables.max_requests(context, rung)
     return found, tables.arena.reserve_nbytes, None

@@ -68,7 +68,8 @@ def rank_ladder(
     that does not fit the model, and ``ModelError`` as ``check_groups``.
     """
     check_groups(model, max_model_len)
-    return ladder_of_layers(kv, kv_of_layers(model.share(num_ranks), max_model_len), dtype)
+    share = model.share(num_ranks)
+    return ladder_of_layers(kv, kv_of_layers(share, max_model_len), dtype, share.states)
 
 
 def make_backend(

@@ -42,6 +42,7 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
         kv_bytes_peak: most used at one moment.
         kv_bytes_codes, kv_bytes_meta, kv_bytes_dense: parts of the peak: low-precision codes, their metadata with all
             padding, and 16- or 32-bit elements.
+        kv_bytes_state: the rest of the peak, states of layers without KV.
         kv_rungs: bits a KV element of each rung, all metadata counted, widest first.
         kv_blocks: live blocks by rung.
         kv_group_blocks: the same for each group of layers, in the order of ``qkv-engine env``, if there are two.
@@ -92,6 +93,7 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     kv_bytes_codes: int
     kv_bytes_meta: int
     kv_bytes_dense: int
+    kv_bytes_state: int = 0
     kv_rungs: dict[str, float]
     kv_blocks: dict[str, int]
     kv_group_blocks: tuple[dict[str, int], ...] = ()

@@ -95,6 +95,8 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
     max_model_len = _fit_model_len(config, limit, cache)
     host_nbytes = _host_nbytes(config, cache, ranks.size)
     host = allocate_host(host_nbytes, device) if host_nbytes else None
+    if config.prefix_caching and ladder.states:
+        logger.info("prefix caching is off: %s has states, which prefixes cannot share", loaded.name)
 
     def make_space() -> KVManager:
         tier = HostTier(ladder.spec, host_nbytes, cache.arena.slab_nbytes) if host_nbytes else None
@@ -194,7 +196,8 @@ def most_nbytes(ladder: Ladder, num_requests: int, num_tokens: int, chunk_tokens
             blocks = min(blocks, group.spec.most_visible + -(-chunk_tokens // BLOCK_TOKENS))
         # One block more each: the scheduler admits a request only with one to spare for every running one. Beyond their
         # blocks: the reserve, at most two slabs, and what a slab of each kind of slot leaves free.
-        spare = MAX_SLAB_BLOCKS * (2 * (len(group.rungs) > 1) + len(group.slots))
+        sizes = {slot.nbytes for slot in group.slots}
+        spare = MAX_SLAB_BLOCKS * (2 * (len(group.rungs) > 1) + len(sizes))
         number += (num_requests * (blocks + 1) + spare) * group.widest.block_nbytes
         number += num_requests * sum(slot.nbytes for slot in group.slots)
     if len(ladder.groups) > 1:  # dense blocks of one group lie in slabs
@@ -221,7 +224,7 @@ def _host_nbytes(config: EngineConfig, cache: KVCache, num_ranks: int) -> int:
     size, host = config.host_memory, torch.device("cpu")
     if size is None:
         return 0
-    if any(group.has_bank for group in cache.ladder.spec.groups):
+    if not cache.ladder.spec.can_share:
         message, remedy = f"is for cached prefixes, and {cache.ladder.name} caches none", "Leave host_memory or kv out"
         raise ConfigError(message, field="host_memory", value=size, remedy=remedy)
     free = free_memory(host) - (cache.nbytes * num_ranks if cache.memory.is_cpu else 0)  # not touched so far

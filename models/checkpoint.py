@@ -54,7 +54,7 @@ _MAX_HEADER_BYTES = 16 * 2**20  # of one file; a longer header is refused before
 _MAX_TENSORS = 100_000  # of one file, and of an index; more are refused
 _TENSOR_NAME = re.compile(r"[A-Za-z0-9_.\-]+")
 # Names in a checkpoint with a text part: those of other parts, and what comes before those of the text part.
-_OTHER_PART = re.compile(r"(model\.)?(vision|audio|multi_modal|embed_vision|embed_audio)")
+_OTHER_PART = re.compile(r"(model\.)?(vision|visual|audio|multi_modal|embed_vision|embed_audio)")
 _TEXT_PART = re.compile(r"^(?:(model\.)language_model\.|language_model\.)")
 # Tensors that the digest samples: of a quantized projection codes, scales, zeros and the order of columns.
 _SAMPLED = re.compile(
@@ -116,6 +116,13 @@ class Checkpoint:
         nbytes = sum(self.tensors.pop(name).nbytes for name in others)
         logger.info("%d tensors (%s) of vision and other parts are skipped", len(others), format_size(nbytes))
         self.tensors = {_TEXT_PART.sub(r"\1", name): stored for name, stored in self.tensors.items()}
+
+    def skip_drafts(self, prefix: str) -> None:
+        """Drops the tensors that begin with ``prefix``, those of layers that predict further tokens."""
+        drafts = [name for name in self.tensors if name.startswith(prefix)]
+        nbytes = sum(self.tensors.pop(name).nbytes for name in drafts)
+        if drafts:
+            logger.info("%d tensors (%s) of multi-token prediction are skipped", len(drafts), format_size(nbytes))
 
     @property
     def file_names(self) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from qkv_engine.errors import ConfigError, ModelError
+from qkv_engine.kernels.delta_net import StateSpec
 
 from .attention_spec import AttentionSpec
 from .fields import Fields
@@ -42,7 +43,8 @@ _MAX_POSITIONS = 2**31
 class ModelConfig:
     """Shape and arithmetic of a decoder-only transformer. Sizes in elements, contexts in tokens.
 
-    ``attention`` and ``ropes`` have an entry a layer. ``max_context`` is the longest context the model was made for.
+    ``attention`` and ``ropes`` have an entry a layer, ``states`` one for each layer that has a state in place of KV.
+    ``max_context`` is the longest context the model was made for.
     ``attention_bias`` is the bias of q, k and v, ``attention_output_bias`` that of the output projection;
     ``qk_norm`` is a norm over each head of q and k. ``norm_offset`` is added to the checkpoint's norm weights;
     ``layer_norm`` stands for LayerNorm without bias in place of RMSNorm. ``fused_qkv`` and ``fused_gate_up``: these
@@ -59,6 +61,7 @@ class ModelConfig:
     norm_eps: float
     max_position_embeddings: int
     max_context: int
+    states: tuple[StateSpec, ...] = ()
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     attention_output_bias: bool = False
@@ -170,6 +173,9 @@ class ModelConfig:
         for name, number in (("attention heads", self.num_heads), *inner):
             if number % size:
                 problem = f"the model's {number} {name} cannot be split evenly"
+        for num_k_heads in {spec.num_k_heads for spec in self.states}:
+            if num_k_heads % size:
+                problem = f"the model's {num_k_heads} key heads of states cannot be split evenly"
         for num_kv_heads in {spec.num_kv_heads for spec in self.attention}:
             if num_kv_heads % size and size % num_kv_heads:
                 problem = f"the model's {num_kv_heads} KV heads can be neither split nor repeated evenly"
@@ -184,7 +190,9 @@ class ModelConfig:
             spec._replace(num_heads=spec.num_heads // size, num_kv_heads=max(1, spec.num_kv_heads // size))
             for spec in self.attention
         )
-        return replace(self, attention=tuple(specs), intermediate_size=self.intermediate_size // size)
+        states = tuple(spec.share(size) for spec in self.states)
+        inner = self.intermediate_size // size
+        return replace(self, attention=tuple(specs), states=states, intermediate_size=inner)
 
 
 def read_num_layers(fields: Fields) -> int:

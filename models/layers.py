@@ -20,7 +20,12 @@ from .weights.plain import PLAIN
 
 
 class Layer(nn.Module):
-    """A module without hooks: a call is ``forward`` alone, a microsecond less in each of a step's hundred calls."""
+    """A module without hooks: a call is ``forward`` alone, a microsecond less in each of a step's hundred calls.
+
+    ``float32_parameters``: names of those that are kept in float32, whatever the model's dtype.
+    """
+
+    float32_parameters: frozenset[str] = frozenset()
 
     def __call__(self, *args: Any) -> Any:
         return self.forward(*args)

@@ -5,6 +5,7 @@ Other families build their decoders from the parts here.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import torch.nn.functional as F
@@ -168,6 +169,7 @@ class LlamaForCausalLM(Layer):
 
     layer_class: type[Layer] = DecoderLayer
     model_class: type[LlamaModel] = LlamaModel
+    draft_prefix: str | None = None  # of checkpoint tensors of layers that predict further tokens, which are skipped
 
     def __init__(self, config: ModelConfig, ranks: Ranks = ALONE):
         super().__init__()
@@ -199,6 +201,9 @@ class LlamaForCausalLM(Layer):
             logits = logits * self.config.logit_multiplier
         softcap = self.config.logit_softcap
         return logits if softcap is None else (logits / softcap).tanh_() * softcap
+
+    def adapt(self, names: Set[str]) -> None:
+        """Chooses among forms of a checkpoint by the ``names`` of its tensors; called before they are compared."""
 
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint may have the tensor ``name``, which the model has no use for."""

@@ -278,7 +278,9 @@ def _materialize(net: nn.Module, dtype: torch.dtype, device: torch.device, unpac
                 if parameter in later:
                     continue
                 if parameter not in made:
-                    empty = torch.empty(parameter.shape, dtype=dtype, device=device)
+                    is_wide = isinstance(module, Layer) and name in module.float32_parameters
+                    kept = torch.float32 if is_wide else dtype
+                    empty = torch.empty(parameter.shape, dtype=kept, device=device)
                     made[parameter] = nn.Parameter(empty, requires_grad=False)
                 setattr(module, name, made[parameter])
     # torch reports a failed allocation as OutOfMemoryError on a GPU and as RuntimeError on the CPU.
@@ -321,6 +323,9 @@ def _load_checkpoint(
         if config.is_nested:
             checkpoint.take_text_part()
         net = build_model(config, ranks)
+        if net.draft_prefix is not None:
+            checkpoint.skip_drafts(net.draft_prefix)
+        net.adapt(checkpoint.tensors.keys())
         _check_tensors(checkpoint, net, config)
         _materialize(net, dtype, device, unpack)
         targets = [(name, part) for name, parts in expected_tensors(net, config).items() for part in parts]

@@ -23,21 +23,25 @@ def read_qwen3_moe(fields: Fields) -> ModelConfig:
     fields = fields.given(
         num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, num_key_value_heads=4, sliding_window=4096
     )
-    layers = range(read_num_layers(fields))
-    dense = fields.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
-        raise fields.error("mlp_only_layers", "must be a list of numbers of layers")
-    step = fields.integer("decoder_sparse_step", 1, 2**20, default=1)
     kind = SLIDING if fields.boolean("use_sliding_window", default=False) else FULL
     return Qwen3MoeConfig.read(
         fields,
-        layer_types=(kind,) * len(layers),
+        layer_types=(kind,) * read_num_layers(fields),
         **read_biases(fields),
         qk_norm=True,
         **read_moe(fields, "moe_intermediate_size"),
         softmax_over=read_softmax_over(fields),
-        dense_layers=frozenset(layer for layer in layers if layer in dense or (layer + 1) % step),
+        dense_layers=read_dense_layers(fields),
     )
+
+
+def read_dense_layers(fields: Fields) -> frozenset[int]:
+    """The layers without experts."""
+    dense = fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
+        raise fields.error("mlp_only_layers", "must be a list of numbers of layers")
+    step = fields.integer("decoder_sparse_step", 1, 2**20, default=1)
+    return frozenset(layer for layer in range(read_num_layers(fields)) if layer in dense or (layer + 1) % step)
 
 
 class Qwen3MoeLayer(DecoderLayer):

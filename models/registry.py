@@ -29,7 +29,9 @@ from .mixtral import MixtralForCausalLM, read_mixtral
 from .moe import MoE
 from .olmo import OlmoForCausalLM, read_olmo2, read_olmo3
 from .olmoe import OlmoeForCausalLM, read_olmoe
+from .qwen3_5 import HybridForCausalLM, Qwen3_5MoeForCausalLM, read_qwen3_5, read_qwen3_5_moe
 from .qwen3_moe import Qwen3MoeForCausalLM, read_qwen3_moe
+from .qwen3_next import Qwen3NextForCausalLM, read_qwen3_next
 from .ranks import ALONE, Ranks
 from .smollm import read_smollm3
 from .weights.mxfp4 import Mxfp4
@@ -72,6 +74,9 @@ FAMILIES = {
     "Qwen2ForCausalLM": ModelFamily("qwen2", read_qwen2, LlamaForCausalLM),
     "Qwen3ForCausalLM": ModelFamily("qwen3", read_qwen3, LlamaForCausalLM),
     "Qwen3MoeForCausalLM": ModelFamily("qwen3_moe", read_qwen3_moe, Qwen3MoeForCausalLM),
+    "Qwen3NextForCausalLM": ModelFamily("qwen3_next", read_qwen3_next, Qwen3NextForCausalLM),
+    "Qwen3_5ForCausalLM": ModelFamily("qwen3_5_text", read_qwen3_5, HybridForCausalLM),
+    "Qwen3_5MoeForCausalLM": ModelFamily("qwen3_5_moe_text", read_qwen3_5_moe, Qwen3_5MoeForCausalLM),
     "SeedOssForCausalLM": ModelFamily("seed_oss", read_seed_oss, LlamaForCausalLM),
     "SmolLM3ForCausalLM": ModelFamily("smollm3", read_smollm3, LlamaForCausalLM),
 }
@@ -88,6 +93,8 @@ WRAPPERS = {
     "Gemma3ForConditionalGeneration": Wrapper("gemma3", "gemma3_text"),
     "Gemma4ForConditionalGeneration": Wrapper("gemma4", "gemma4_text"),
     "Mistral3ForConditionalGeneration": Wrapper("mistral3", "mistral"),
+    "Qwen3_5ForConditionalGeneration": Wrapper("qwen3_5", "qwen3_5_text"),
+    "Qwen3_5MoeForConditionalGeneration": Wrapper("qwen3_5_moe", "qwen3_5_moe_text"),
 }
 # Fields of a wrapper that stand in where its ``text_config`` leaves them out.
 _OUTER_FIELDS = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "tie_word_embeddings", "quantization_config")

@@ -54,6 +54,35 @@ _QWEN2_5: dict[str, Any] = {
     "vocab_size": 152064,
 }
 
+_STATES = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+}
+
+_QWEN3_5: dict[str, Any] = _STATES | {
+    "model_type": "qwen3_5_text",
+    "attention_bias": False,
+    "attn_output_gate": True,
+    "eos_token_id": 248044,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "max_position_embeddings": 262144,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+    "vocab_size": 248320,
+}
+
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": _LLAMA_3_1,
     "llama-3.1-70b": _LLAMA_3_1
@@ -278,6 +307,65 @@ SHAPES: dict[str, dict[str, Any]] = {
             "sliding_window": 1024,
         },
         "torch_dtype": "bfloat16",
+    },
+    # The text parts of both: their checkpoints have a vision tower, too.
+    "qwen3.5-4b": {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": _QWEN3_5
+        | {
+            "hidden_size": 2560,
+            "intermediate_size": 9216,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 32,
+            "tie_word_embeddings": True,
+        },
+        "torch_dtype": "bfloat16",
+    },
+    "qwen3.5-27b": {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": _QWEN3_5
+        | {
+            "hidden_size": 5120,
+            "intermediate_size": 17408,
+            "linear_num_value_heads": 48,
+            "num_attention_heads": 24,
+            "num_hidden_layers": 64,
+            "tie_word_embeddings": False,
+        },
+        "torch_dtype": "bfloat16",
+    },
+    "qwen3-next-80b-a3b": _STATES
+    | {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "attention_bias": False,
+        "bos_token_id": 151643,
+        "decoder_sparse_step": 1,
+        "eos_token_id": 151645,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "max_position_embeddings": 262144,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "num_attention_heads": 16,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.25,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 10000000,
+        "shared_expert_intermediate_size": 512,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 151936,
     },
     # The model that ships in engine/assets/demo.
     "demo": {

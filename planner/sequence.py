@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from qkv_engine.kernels.attention_reference import softmax_weights
+from qkv_engine.kernels.delta_net import DeltaWeights
+from qkv_engine.kernels.delta_net.cpu import delta_net_chunk
 from qkv_engine.kernels.rms_norm.reference import rms_norm
 from qkv_engine.kernels.rope_kv_write import KeyBasis
 from qkv_engine.kernels.rope_kv_write.key_basis import in_basis
@@ -56,6 +58,11 @@ class SequenceBatch:
         if key_basis is not None:
             heads = Heads(in_basis(heads.q, key_basis.q), in_basis(heads.k, key_basis.k), heads.v)
         return self.attend_heads(layer, heads, null_logits)
+
+    def delta_net(self, layer: int, qkv: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights) -> Tensor:
+        """See ``StateBatch.delta_net``; states begin with zeros and are not kept."""
+        recurrent = torch.zeros(weights.spec.recurrent_shape, dtype=torch.float32, device=qkv.device)
+        return delta_net_chunk(qkv, b, a, weights, recurrent, qkv.new_zeros(weights.spec.conv_shape))[0]
 
     def attend_heads(self, layer: int, heads: Heads, null_logits: Tensor | None) -> Tensor:
         """Attention of ``layer`` over the whole sequence, [N, HQ, D]; the place to look at ``heads``."""

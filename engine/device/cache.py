@@ -95,7 +95,7 @@ class KVCache:
             check_free(more, free_memory(device), device, field="size", value=format_size(nbytes))
 
     def bytes_in_use(self) -> Counter[str]:
-        """Live blocks by kind of byte, "codes", "meta" (with all padding) and "dense", and their KV "elements"."""
+        """Live blocks by kind of byte: "codes", "meta" (with all padding), "dense", "state"; and KV "elements"."""
         found: Counter[str] = Counter()
         for group, tables in zip(self.ladder.groups, self.tables.groups, strict=True):
             for number, count in tables.num_blocks.items():
@@ -145,7 +145,8 @@ def _count_bytes(found: Counter[str], group: LayerGroup, number: int, count: int
     """Adds ``count`` blocks on a rung of ``group``, or slots of requests, to ``found``."""
     if number < 0:
         slot = group.slots[slot_rung(number)]
-        found["dense" if slot.num_tokens else "meta"] += count * slot.nbytes
+        kind = "state" if slot.is_state else "dense" if slot.num_tokens else "meta"
+        found[kind] += count * slot.nbytes
         found["elements"] += count * slot.num_elements
     else:
         rung = group.rungs[number]
@@ -185,4 +186,4 @@ def _driver(device: torch.device) -> ModuleType:
 
 def total_nbytes(found: Counter[str]) -> int:
     """All bytes of ``KVCache.bytes_in_use``."""
-    return found["codes"] + found["meta"] + found["dense"]
+    return found["codes"] + found["meta"] + found["dense"] + found["state"]

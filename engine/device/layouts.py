@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, pairwise
 from math import lcm
 from typing import TYPE_CHECKING
 
+from qkv_engine.kernels.delta_net import StateSpec
 from qkv_engine.kernels.formats import (
     BlockLayout,
     Format,
@@ -109,8 +110,8 @@ class LayerGroup:
     """Layers whose KV lies in the same blocks: the rungs of a block, widest first, and the slots of a request.
 
     ``layers`` of the model;  ``floors``: for each rung of the ladder the group's own one. At most one of the ``slots``
-    holds tokens, and it comes first; a bank comes last. Blocks in the ``window`` of a request, its newest tokens, stay
-    dense. ``visible``: tokens that a token sees, itself included; None for all before it.
+    holds tokens, and it comes first; states come next, a bank last. Blocks in the ``window`` of a request, its newest
+    tokens, stay dense. ``visible``: tokens that a token sees, itself included; None for all before it.
     """
 
     layers: tuple[int, ...]
@@ -156,7 +157,8 @@ class Ladder:
     """The rungs that blocks may step down, by their ``names``, and what they are in each group of layers.
 
     ``eager``: blocks step to the last rung as soon as they may; otherwise only when memory runs short. ``admit_at``:
-    the rung that admission counts with.
+    the rung that admission counts with. ``states``: of layers that have one in place of KV, in ``dtype``, the model's,
+    but for what is float32 always; each is a slot of a request, in the main group.
     """
 
     name: str
@@ -164,6 +166,8 @@ class Ladder:
     groups: tuple[LayerGroup, ...]
     eager: bool
     admit_at: int
+    states: tuple[StateSpec, ...]
+    dtype: torch.dtype
 
     @property
     def last(self) -> int:
@@ -237,8 +241,10 @@ def build_ladder(config: KVConfig, *, num_layers: int, num_kv_heads: int, head_d
     return ladder_of_layers(config, [LayerKV(num_kv_heads, head_dim)] * num_layers, dtype)
 
 
-def ladder_of_layers(config: KVConfig, layers: Sequence[LayerKV], dtype: torch.dtype) -> Ladder:
-    """The ladder of ``config`` for a model that computes in ``dtype``.
+def ladder_of_layers(
+    config: KVConfig, layers: Sequence[LayerKV], dtype: torch.dtype, states: Sequence[StateSpec] = ()
+) -> Ladder:
+    """The ladder of ``config`` for a model that computes in ``dtype``, with ``states`` in its layers without KV.
 
     Raises ``ConfigError``, naming the ladder, if the first rung is not dense in one dtype, a rung does not fit the
     model, a step is impossible, rungs need different banks, a bank is larger than a dense block, or layers with a
@@ -251,7 +257,17 @@ def ladder_of_layers(config: KVConfig, layers: Sequence[LayerKV], dtype: torch.d
         raise ConfigError(why, field="kv", value=config.name, remedy=error.remedy) from error
     names = tuple(rung.name for rung in config.rungs)
     admit_at = len(names) - 1 if config.admit_at is None else names.index(config.admit_at)
-    return Ladder(config.name, names, groups, config.eager, admit_at)
+    groups = _with_states(groups, [state.nbytes(dtype) for state in states])
+    return Ladder(config.name, names, groups, config.eager, admit_at, tuple(states), dtype)
+
+
+def _with_states(groups: tuple[LayerGroup, ...], sizes: Sequence[int]) -> tuple[LayerGroup, ...]:
+    """``groups`` with a slot of each of ``sizes`` in the main group."""
+    main = next((number for number, group in enumerate(groups) if group.visible is None), 0)
+    slots = tuple(RequestSlot("state", num_tokens=0, nbytes=size, num_elements=0, is_state=True) for size in sizes)
+    own, num_first = groups[main].slots, groups[main].spec.num_token_slots
+    changed = replace(groups[main], slots=(*own[:num_first], *slots, *own[num_first:]))
+    return (*groups[:main], changed, *groups[main + 1 :])
 
 
 def group_layers(layers: Sequence[LayerKV]) -> list[tuple[int, ...]]:

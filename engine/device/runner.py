@@ -62,7 +62,10 @@ class Pending:
 
 
 class Runner:
-    """Has a backend carry out steps and moves. Steps are repeatable: a failed one may simply be run again."""
+    """Has a backend carry out steps and moves.
+
+    A failed step may simply be run again, but for one that goes on from states, which it may have rewritten.
+    """
 
     def __init__(self, cache: KVCache, backend: Backend, layout: TableLayout):
         """``layout``: of the block tables that ``backend`` keeps."""

@@ -33,6 +33,11 @@ class GroupWords:
         """Address of a row's bank; ``None`` without patterns."""
         return self.entry(row, self.section.width - 1)[0] if self.section.has_bank else None
 
+    def states(self, row: int) -> list[int]:
+        """Addresses of the states of a row's request."""
+        first = self.section.first_state
+        return [self.entry(row, index)[0] for index in range(first, first + self.section.num_states)]
+
     def entries(self, rows: Sequence[int], num_entries: int) -> tuple[Tensor, Tensor]:
         """Addresses and rungs [B, ``num_entries``] int64 of the first entries of some rows.
 

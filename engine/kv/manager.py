@@ -29,8 +29,7 @@ class KVManager:
         self.tables, self.quota = tables, quota
         self.spec = tables.spec
         self._blocks = tables.main if len(tables.groups) == 1 else tables  # asked often: a lone group answers itself
-        # Codes under patterns mean nothing without their request's bank, so nothing is shared.
-        self.prefix = None if any(group.has_bank for group in self.spec.groups) else prefix
+        self.prefix = prefix if self.spec.can_share else None
         self._host = None if self.prefix is None else self.prefix.host
         self.demand = RunningDemand(tables, open_end_blocks)
         self.capacities = self.capacities_of(tables)  # by floor

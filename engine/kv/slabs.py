@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from math import lcm
 
 from ..errors import CapacityError
@@ -79,7 +80,7 @@ def _slabs(spec: KVSpec) -> list[int]:
     A slab is no larger than the blocks that fill it when they step down, so that steps down never take more bytes.
     """
     block, align, in_slabs = spec.main.widest.nbytes, _align(spec), _slab_sizes(spec)
-    most = MAX_SLAB_BLOCKS * max(group.widest.nbytes for group in spec.groups)
+    most = max(MAX_SLAB_BLOCKS * max(group.widest.nbytes for group in spec.groups), *in_slabs)
     first = [group.rungs[1].nbytes for group in spec.groups if len(group.rungs) > 1 and group.widest.nbytes == block]
     sizes = (
         -(-number * size // align) * align
@@ -103,7 +104,8 @@ def _least_of(group: GroupSpec, block: int, slab: int) -> int:
     """Bytes of a lone request in a group: its open block or window, its slots, a slab for blocks that stepped down."""
     number, dense = 1 if group.visible is None else group.most_visible, group.widest.nbytes
     open_nbytes = number * block if dense == block else -(-number // (slab // dense)) * slab
-    slots = sum(block if slot.nbytes == block else slab for slot in group.slots)
+    sizes = Counter(slot.nbytes for slot in group.slots)
+    slots = sum(n * block if size == block else -(-n // (slab // size)) * slab for size, n in sizes.items())
     return open_nbytes + slots + slab * (len(group.rungs) > 1)
 
 
@@ -115,5 +117,6 @@ def _expected_loss(spec: KVSpec, slab: int, nbytes: int) -> float:
     halves = sum(slab - slab // (slab // size) for size in _slab_sizes(spec)) / 2
     sizes = [rung.nbytes for group in spec.groups for rung in group.rungs[1:]]
     sizes += [group.widest.nbytes for group in spec.groups if group.widest.nbytes != spec.main.widest.nbytes]
+    sizes += {slot.nbytes for group in spec.groups for slot in group.slots if slot.is_state} & _slab_sizes(spec)
     rests = [1 - slab // size * size / slab for size in sizes]
     return _reserve(spec, slab) + halves + nbytes * sum(rests) / max(1, len(rests))

@@ -26,14 +26,15 @@ class RequestSlot(NamedTuple):
     """A slot that each request has beside its blocks, from the first one on and for life.
 
     ``num_tokens``: the request's first tokens that the slot holds, 0 for one that holds none; a group with a window
-    gives it back when they are out of sight. ``nbytes``: at most a dense block's, a multiple of 16.
-    ``num_elements``: KV elements, 0 for metadata.
+    gives it back when they are out of sight. ``nbytes``: a multiple of 16. ``num_elements``: KV elements, 0 for
+    metadata and states. ``is_state``: it is the state of a layer without KV, which each token of the request rewrites.
     """
 
     name: str
     num_tokens: int
     nbytes: int
     num_elements: int
+    is_state: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,10 @@ class GroupSpec:
     """Layers whose KV lives in the same blocks: the rungs of a block, widest first, and the slots of a request.
 
     ``floors``: for each rung of the ladder the group's own one. At most one of the ``slots`` holds tokens, and it comes
-    first; a bank comes last. Blocks in the ``recent`` window of a request stay on the first rung. ``visible``: tokens
-    that a token sees, itself included; None for all before it. ``num_windows``: windows of a request after its prompt
-    that add a pattern to its bank. ``align``: bytes that slabs are a multiple of. Raises ``ValueError`` for parts that
-    do not go together.
+    first; states come next, a bank last. Blocks in the ``recent`` window of a request stay on the first rung.
+    ``visible``: tokens that a token sees, itself included; None for all before it. ``num_windows``: windows of a
+    request after its prompt that add a pattern to its bank. ``align``: bytes that slabs are a multiple of. Raises
+    ``ValueError`` for parts that do not go together.
     """
 
     layers: tuple[int, ...]
@@ -78,6 +79,11 @@ class GroupSpec:
     def num_token_slots(self) -> int:
         """Slots of a request that hold tokens: 1 or 0."""
         return int(self.sink > 0)
+
+    @cached_property
+    def num_states(self) -> int:
+        """Slots of a request that are states."""
+        return sum(slot.is_state for slot in self.slots)
 
     def in_blocks(self, num_tokens: int) -> int:
         """Those of a request's first ``num_tokens`` tokens that lie in blocks; negative within its slot."""
@@ -171,6 +177,19 @@ class KVSpec:
     def sink(self) -> int:
         """Tokens of a request before its blocks."""
         return self.main.sink
+
+    @cached_property
+    def has_states(self) -> bool:
+        """Whether requests have states, which each of their tokens rewrites."""
+        return any(group.num_states for group in self.groups)
+
+    @property
+    def can_share(self) -> bool:
+        """Whether requests may share blocks of a prefix.
+
+        Codes under patterns mean nothing without their request's bank, and a state is that of its last token alone.
+        """
+        return not self.has_states and not any(group.has_bank for group in self.groups)
 
     @cached_property
     def has_windows(self) -> bool:

@@ -22,13 +22,15 @@ SECTION_ALIGN = 16  # words: sections begin on a cache line
 class Section:
     """Words of a group's tables, from ``base`` on: one for each of ``num_numbers`` blocks, then the rows.
 
-    A row has ``width`` block numbers. With ``has_bank`` its last entry is the number of the request's bank.
+    A row has ``width`` block numbers. With ``has_bank`` its last entry is the number of the request's bank; before it
+    come those of the request's ``num_states`` states.
     """
 
     base: int
     num_numbers: int
     width: int
     has_bank: bool
+    num_states: int = 0
 
     @classmethod
     def of(cls, tables: GroupTables, base: int, max_tokens: int, least: int) -> Section:
@@ -36,7 +38,13 @@ class Section:
         group = tables.spec
         most = max(group.blocks_for(max_tokens), least)
         # One entry to spare.
-        return cls(base, tables.max_blocks, group.num_token_slots + 1 + most + group.has_bank, group.has_bank)
+        width = group.num_token_slots + 1 + most + group.num_states + group.has_bank
+        return cls(base, tables.max_blocks, width, group.has_bank, group.num_states)
+
+    @property
+    def first_state(self) -> int:
+        """Index in a row of the first state's entry."""
+        return self.width - self.has_bank - self.num_states
 
     def first(self, row: int) -> int:
         """Index of a row's first entry among all words."""
@@ -181,7 +189,10 @@ class TableRows:
             return
         if table.bank is not None and not had:
             self._changes += first + section.width - 1, table.bank.block.number
-        # A slot that holds no tokens has a number, but no entry: no kernel reads it.
+        if not had and section.num_states:
+            states = table.slots[-section.num_states - section.has_bank :]
+            for index, state in enumerate(states[: section.num_states], section.first_state):
+                self._changes += first + index, state.number
         if not had and (sink := group.sink_slot(table)):
             self._changes += first, sink[0].number
         begin = group.spec.num_token_slots + table.first

@@ -90,9 +90,11 @@ class Recovery:
     def run_again(self, batch: ScheduledBatch, error: Exception) -> list[StepResult]:
         """Runs a batch that raised again in halves, until the request at fault stands alone, and fails.
 
-        A chunk of a prompt for which there was no memory is halved, too. Raises ``error`` if it ends the engine.
+        A chunk of a prompt for which there was no memory is halved, too. Raises ``error`` if it ends the engine, or if
+        states may have been written already that tokens before the batch had left: everything starts over.
         """
-        if isinstance(error, EngineDeadError):
+        is_repeatable = not self._registry.space.spec.has_states or not any(item.start for item in batch.items)
+        if isinstance(error, EngineDeadError) or not is_repeatable:
             raise error
         if len(batch.live()) < len(batch):
             return self._run(batch)  # a request that has ended meanwhile may have been at fault

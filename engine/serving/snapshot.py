@@ -17,7 +17,7 @@ def take_snapshot(started: Started) -> EngineStats:
     core, space = started.core, started.core.space
     cache, counters = core.runner.cache, core.counters
     peak, fullest, ladder = cache.peak, cache.fullest, started.ladder
-    held = total_nbytes(fullest)
+    held = total_nbytes(fullest) - fullest["state"]  # of KV
     widest_tokens, floor_tokens = cache.capacity
     blocks = cache.blocks_by_group()
     idle = space.prefix.idle.nbytes if space.prefix else 0
@@ -55,6 +55,7 @@ def take_snapshot(started: Started) -> EngineStats:
         kv_bytes_codes=peak["codes"],
         kv_bytes_meta=peak["meta"],
         kv_bytes_dense=peak["dense"],
+        kv_bytes_state=peak["state"],
         kv_rungs={name: ladder.effective_bits(rung) for rung, name in enumerate(ladder.names)},
         kv_blocks=dict(sum(blocks, Counter())),
         kv_group_blocks=tuple(dict(each) for each in blocks) if len(blocks) > 1 else (),

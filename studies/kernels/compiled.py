@@ -20,6 +20,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from qkv_engine.kernels.delta_net import StateSpec
+from qkv_engine.kernels.delta_net import triton as delta_net
+from qkv_engine.kernels.delta_net.chunk_kernels import (
+    chunk_scan_kernel,
+    chunk_solve_kernel,
+    conv_chunk_kernel,
+    conv_state_kernel,
+)
+from qkv_engine.kernels.delta_net.step_kernels import conv_step_kernel, delta_step_kernel, gated_norm_kernel
 from qkv_engine.kernels.formats import PageLayout
 from qkv_engine.kernels.fusion import FUSED, UNFUSED
 from qkv_engine.kernels.linear import integer
@@ -77,6 +86,8 @@ POINTERS |= {f"{name}_ptr": "*fp32" for name in FP32}
 POINTERS |= {"memory_ptr": "*u8"} | {
     f"{name}_ptr": "*i64" for name in ("src", "dst", "steps", "finite", "bank_steps", "windows")
 }
+POINTERS |= {f"{name}_ptr": "*bf16" for name in ("z", "b", "a", "written", "forgotten")}  # of a gated delta-net
+POINTERS |= {"decay_ptr": "*fp32", "dt_bias_ptr": "*fp32"}
 POINTERS |= {"sums_ptr": "*i64", "positions_ptr": "*i64", "sampled_ptr": "*i64"}  # the rest are int32 or pointers to it
 UNFUSED_KERNELS = [seal_kernel, *(kernel for kernel, *_ in sample_variants(TILE))]
 
@@ -220,6 +231,25 @@ def moe_kernels(*, overlap: bool = True) -> Iterator[tuple[str, Any, dict[str, A
         yield f"moe {name}", kernel, constexprs, Tuning(num_warps, constexprs.get("STAGES", 1))
 
 
+def delta_net_kernels(*, overlap: bool = True) -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
+    """Gated delta-net, for the shapes of Qwen3.5 4B and 27B."""
+    bf16, overlaps = torch.bfloat16, {"OVERLAP": overlap}
+    for k_heads, v_heads in ((16, 32), (16, 48)):
+        spec = StateSpec(k_heads, v_heads, 128, 128, 4)
+        found: list[tuple[Any, tuple[dict[str, Any], int], dict[str, Any]]] = [
+            (conv_step_kernel, delta_net.conv_step_variant(spec), overlaps),
+            (delta_step_kernel, delta_net.delta_step_variant(spec), overlaps),
+            (gated_norm_kernel, delta_net.gated_norm_variant(v_heads, 128, 1e-6), overlaps),
+            (conv_chunk_kernel, delta_net.conv_chunk_variant(spec), {}),
+            (conv_state_kernel, delta_net.conv_state_variant(spec), {}),
+            (chunk_solve_kernel, delta_net.chunk_solve_variant(spec, bf16), {}),
+            (chunk_scan_kernel, delta_net.chunk_scan_variant(spec, bf16), {}),
+        ]
+        for kernel, (constexprs, num_warps), more in found:
+            name = kernel.__name__.removesuffix("_kernel")
+            yield f"delta_net {name} {k_heads}/{v_heads}", kernel, {**constexprs, **more}, Tuning(num_warps, 1)
+
+
 def seal_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
     """Seals of pages with patterns."""
     for number, heads, _, d in PATTERN_SHAPES:
@@ -282,6 +312,7 @@ def compiled_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
     yield from linear_kernels()
     yield from code_kernels()
     yield from moe_kernels()
+    yield from delta_net_kernels()
     yield from sample_kernels()
 
 

@@ -113,6 +113,29 @@ def test_windows_are_counted_in_groups_and_requests(
     assert 40 * 2**30 // one - 1 <= found["rungs"][0]["capacity_requests"] <= 40 * 2**30 // one
 
 
+def test_states_of_a_hybrid_are_counted(capsys, monkeypatch):
+    with_free(monkeypatch, 2**37)
+    words = (
+        "--kv",
+        "bf16",
+        "--kv-memory",
+        "40GiB",
+        "--max-model-len",
+        "32768",
+        "--device",
+        "cpu",
+        "--dtype",
+        "bfloat16",
+    )
+    whole, half = (facts(capsys, "qwen3.5-27b", *words, "--tp", size)["kv"] for size in ("1", "2"))
+    assert whole["request_state_bytes"] == 153_944_064 == 2 * half["request_state_bytes"]
+    one = whole["request_state_bytes"] + 256 * whole["rungs"][0]["block_bytes"]
+    assert whole["rungs"][0]["capacity_requests"] == 40 * 2**30 // one
+    assert half["rungs"][0]["capacity_requests"] == 2 * 40 * 2**30 // one
+    no_state = 40 * 2**30 // whole["rungs"][0]["block_bytes"] * 128
+    assert whole["rungs"][0]["capacity_tokens"] < no_state - 128
+
+
 @pytest.mark.parametrize(
     ("free", "reason"),
     [

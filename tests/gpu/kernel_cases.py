@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from qkv_engine.kernels.delta_net import StateSpec
 from qkv_engine.kernels.demote import demote, demote_reference
 from qkv_engine.kernels.formats import BlockLayout, PageLayout, PageShape, Side
 from qkv_engine.kernels.formats.uniform.layout import AXES, GROUPS, Uniform
@@ -25,6 +26,7 @@ from studies.kernels.inputs import dense_page, make_case, named_page, prefill_re
 
 from ..kernels import (
     block_tables_cases,
+    delta_net_cases,
     fused_cases,
     linear_cases,
     moe_cases,
@@ -145,6 +147,21 @@ def norms(seed: int) -> Figure:
     return max(errors), ROUNDINGS[dtype]
 
 
+def delta_net(seed: int) -> Figure:
+    rng = random.Random(seed)
+    heads, group, dtype = rng.randint(1, 4), rng.randint(1, 3), rng.choice((BF16, FP32))
+    dims = rng.choice(((128, 128), (rng.randint(1, 256), rng.randint(1, 256))))
+    spec = StateSpec(heads, heads * group, *dims, conv_width=rng.randint(2, 5))
+    number = rng.randint(1, 5)
+    starts = [rng.choice((0, rng.randint(1, 900))) for _ in range(number)]
+    with torch.device(DEVICE):
+        if rng.random() < 0.4:
+            positions = [start - rng.randint(0, 1) for start in starts]
+            return delta_net_cases.step(spec, dtype, positions), 1e-5 if dtype == FP32 else 4e-3
+        counts = [rng.choice((1, 64, rng.randint(1, 300))) for _ in range(number)]
+        return delta_net_cases.chunks(spec, dtype, starts, counts), 1e-4 if dtype == FP32 else 2e-2
+
+
 def swiglu(seed: int) -> Figure:
     rng = random.Random(seed)
     dtype = rng.choice(DTYPES)
@@ -226,6 +243,7 @@ CASES: dict[Callable[[int], Figure], int] = {  # and how many seeds are run
     page_formats: 24,
     norms: 30,
     swiglu: 30,
+    delta_net: 40,
     products: 24,
     experts: 40,
     rope_kv_write: 24,

@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor
 
 from qkv_engine.errors import ModelError
+from qkv_engine.kernels.delta_net import DeltaWeights, reference
 from qkv_engine.kernels.rope_kv_write import KeyBasis
 from qkv_engine.kernels.rope_kv_write.cpu import rotate
 from qkv_engine.kernels.rope_kv_write.key_basis import in_basis
@@ -44,6 +45,8 @@ class DenseBatch:
 
     def __init__(self, specs: Sequence[AttentionSpec]) -> None:
         self.specs = specs
+        self.recurrent: dict[int, Tensor] = {}
+        self.conv: dict[int, Tensor] = {}
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
 
@@ -81,6 +84,15 @@ class DenseBatch:
         weights = scores.softmax(dim=-1)[..., :total]
         return torch.einsum("hqk,khd->qhd", weights, v.float()).to(q.dtype)
 
+    def delta_net(self, layer: int, qkv: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights) -> Tensor:
+        spec = weights.spec
+        conv = self.conv.get(layer, qkv.new_zeros(spec.conv_shape))
+        recurrent = self.recurrent.get(layer, torch.zeros(spec.recurrent_shape))
+        mixed, self.conv[layer] = reference.short_conv(qkv, conv, weights.conv)
+        gates = reference.gates(b, a, weights.decay, weights.dt_bias)
+        out, self.recurrent[layer] = reference.delta_rule(*spec.split(mixed), *gates, recurrent)
+        return out
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
@@ -110,20 +122,22 @@ def logits_of() -> Callable[..., Tensor]:
 
 def config_class(family: str) -> Callable[..., transformers.PreTrainedConfig]:
     """transformers' configuration of a family."""
-    name = {"Gemma3": "Gemma3Text", "Gemma4": "Gemma4Text"}.get(family, family)
+    name = {name: f"{name}Text" for name in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe")}.get(family, family)
     found: Callable[..., transformers.PreTrainedConfig] = getattr(transformers, f"{name}Config")
     return found
 
 
 def fill(reference: torch.nn.Module) -> None:
     """Random values in all parameters, so that none is a no-op."""
-    is_gemma4 = type(reference).__name__.startswith("Gemma4")
+    is_gemma4, is_hybrid = (type(reference).__name__.startswith(name) for name in ("Gemma4", ("Qwen3Next", "Qwen3_5")))
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
             is_norm = "norm" in name
             parameter.normal_(1.0 if is_norm else 0.0, 0.3 if is_norm or "bias" in name else 0.15)
             if is_gemma4 and "q_norm" in name:
                 parameter.mul_(0.2)  # in place of a scale of scores
+            if is_hybrid and is_norm and "linear_attn" not in name:
+                parameter.sub_(1.0)  # weights count from 1: twice that, layer after layer, would amplify roundings
         for name, buffer in reference.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5)

@@ -40,6 +40,9 @@ PARAMETERS = {
     "demo": 7_739_648,
     "qwen3-30b-a3b": 30_532_122_624,
     "gpt-oss-20b": 20_914_757_184,
+    "qwen3.5-4b": 4_205_751_296,  # of the text part, as of the next
+    "qwen3.5-27b": 26_895_998_464,
+    "qwen3-next-80b-a3b": 79_674_391_296,  # without the layers that predict further tokens
 }
 
 

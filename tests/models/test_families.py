@@ -38,7 +38,7 @@ ODD = {
     "pad_token_id": 0,
 }
 HIDDEN = ODD | {"hidden_size": 120}  # for families whose heads divide the hidden size
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 MIXED = [SLIDING, FULL, SLIDING, SLIDING]
 LONGROPE = {
     "rope_type": "longrope",
@@ -76,6 +76,13 @@ GEMMA4 = ODD | {
 }
 EXPERTS = {"num_local_experts": 7, "num_experts_per_tok": 3}
 OWN_EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3}
+HYBRID = ODD | {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.4},
+}
 GRANITE_MOE = (
     HIDDEN
     | EXPERTS
@@ -140,6 +147,11 @@ FAMILY_CASES: list[tuple[str, dict[str, Any]]] = [
     ("Qwen2", ODD | {"use_sliding_window": True, "sliding_window": 37, "max_window_layers": 2, "head_dim": 10}),
     ("Qwen3Moe", ODD | OWN_EXPERTS | {"moe_intermediate_size": 23, "mlp_only_layers": [1], "norm_topk_prob": True}),
     ("Qwen3Moe", ODD | OWN_EXPERTS | {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 37}),
+    ("Qwen3Next", HYBRID | OWN_EXPERTS | {"moe_intermediate_size": 23, "shared_expert_intermediate_size": 31}),
+    ("Qwen3Next", HYBRID | OWN_EXPERTS | {"layer_types": [FULL, LINEAR, LINEAR, FULL], "mlp_only_layers": [1]}),
+    ("Qwen3_5", HYBRID),
+    ("Qwen3_5", HYBRID | {"layer_types": [LINEAR, FULL, LINEAR, LINEAR], "attention_bias": True}),
+    ("Qwen3_5Moe", HYBRID | OWN_EXPERTS | {"moe_intermediate_size": 23, "shared_expert_intermediate_size": 31}),
     ("SeedOss", ODD | {"attention_out_bias": True, "mlp_bias": True}),
     ("SmolLM3", HIDDEN | {"attention_bias": True, "mlp_bias": True}),
     ("SmolLM3", HIDDEN | {"no_rope_layers": [0, 1, 1, 0], "use_sliding_window": True, "sliding_window": 37}),

@@ -21,6 +21,14 @@ from qkv_engine.models.ranks import Part, Ranks
 from .conftest import CPU, DenseBatch
 
 IDS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
+STATES = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "shared_expert_intermediate_size": 12,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 MODELS = [
     ("Llama", {"vocab_size": 96}),
     ("Llama", {"num_key_value_heads": 1, "vocab_size": 96}),
@@ -42,6 +50,8 @@ MODELS = [
     ("Olmo2", {"num_key_value_heads": 2}),
     ("Olmoe", {"num_experts": 5, "num_experts_per_tok": 3, "pad_token_id": 0, "eos_token_id": 2}),
     ("Phi3", {"pad_token_id": 0}),
+    ("Qwen3Next", STATES | {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 20}),
+    ("Qwen3_5", STATES),
     ("Qwen3Moe", {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "mlp_only_layers": [1]}),
 ]
 

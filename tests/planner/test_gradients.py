@@ -50,7 +50,8 @@ def their_scores(reference: transformers.PreTrainedModel, text: Text) -> LayerSc
     labels[:, : text.first_label] = -100
     reference.zero_grad()
     reference(ids, labels=labels).loss.backward()
-    k, v = zip(*(each for layer in reference.model.layers for each in kv_gradients(layer.self_attn)), strict=True)
+    attentions = [layer.self_attn for layer in reference.model.layers if hasattr(layer, "self_attn")]
+    k, v = zip(*(each for attention in attentions for each in kv_gradients(attention)), strict=True)
     return LayerScores([float(each.norm()) for each in k], [float(each.norm()) for each in v])
 
 
@@ -70,7 +71,8 @@ def test_scores_equal_transformers_gradients(pair, first_label: int):
     text = Text(random_ids(50), first_label)
     ours, theirs = score_text(model, text), their_scores(reference, text)
     assert ours.k == pytest.approx(theirs.k, rel=1e-4) and ours.v == pytest.approx(theirs.v, rel=1e-4)
-    assert len(ours.k) == model.config.num_layers and ours.k[0] != pytest.approx(ours.k[1], rel=1e-3)
+    assert len(ours.k) == model.config.num_layers
+    assert len(ours.k) == 1 or ours.k[0] != pytest.approx(ours.k[1], rel=1e-3)
 
 
 @pytest.mark.parametrize(("family", "changes"), FAMILIES, ids=str)

@@ -9,10 +9,12 @@ from qkv_engine.kernels.linear import padded_rows
 
 from ...kv.table_rows import TableLayout
 from ..command import StepCommand, Tokens
+from ..hybrid_step import HybridStep
 from ..layouts import Ladder
 from ..logits import CausalLM, Computed, read_hidden
 from ..tables import HostTables
 from .attention import CpuAttentionPlanner
+from .states import CpuStatePlanner
 
 
 class CpuSteps:
@@ -22,6 +24,8 @@ class CpuSteps:
         self.model = model
         self._tables = HostTables(layout)
         self._planner = CpuAttentionPlanner(memory, self._tables, ladder, model.config.attention)
+        main = self._tables.groups[ladder.groups.index(ladder.main)]
+        self._states = CpuStatePlanner(memory, main, ladder) if ladder.states else None
         # The last command's items, and its tokens with padding.
         self._rows, self._starts, self._lengths, self._num_tokens = list[int](), list[int](), list[int](), 0
         self._ids = self._positions = self._sampled = torch.zeros(0, dtype=torch.int64)
@@ -37,6 +41,8 @@ class CpuSteps:
         else:
             self._begin(command)
         step = self._planner.plan(self._rows, self._starts, self._lengths)
+        if self._states is not None:
+            step = HybridStep(step, self._states.plan(self._rows, self._starts, self._lengths))
         hidden = self.model(self._ids, self._positions, step)[: self._num_tokens]
         computed = read_hidden(self.model, hidden, command, self._lengths)
         if computed.tokens is not None:

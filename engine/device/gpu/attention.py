@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qkv_engine.kernels.block_tables import BlockWords, Placed, place, update
+from qkv_engine.kernels.delta_net.plan import ChunkWork
 from qkv_engine.kernels.formats import PageLayout
 from qkv_engine.kernels.paged_decode.layer import LayerFormats
 from qkv_engine.kernels.paged_decode.plan import ABSENT, DecodeWork
@@ -24,9 +25,11 @@ from qkv_engine.models.layers import HeadNorm
 from qkv_engine.models.rope import Rotation
 
 from ..grouped_attention import over_groups
+from ..hybrid_step import HybridStep
 from ..layouts import Ladder, LayerGroup
 from ..tables import DeviceTables, GroupWords
 from .shapes import LaunchShapes
+from .states import GpuStatePlanner, GpuStates
 
 ChunkPlans = Sequence[PrefillWork]  # by group
 NO_ITEMS = Bounds(0, 0)  # of the layers without a window, where there are none
@@ -47,6 +50,10 @@ class GpuAttentionPlanner:
             GpuGroupPlanner(memory, *part, [specs[layer] for layer in part[-1].layers], num_multiprocessors)
             for part in parts
         ]
+        main = ladder.groups.index(ladder.main)
+        self.states: GpuStatePlanner | None = None
+        if ladder.states:
+            self.states = GpuStatePlanner(memory, tables.groups[main], tables.block_words[main])
         self._full = [number for number, group in enumerate(self.groups) if group.window is None]
 
     @property
@@ -81,11 +88,12 @@ class GpuAttentionPlanner:
         num_decodes: int,
         bounds: Bounds | None,
         chunks: ChunkPlans | None = None,
+        state_chunks: ChunkWork | None = None,
     ) -> tuple[Placed, AttentionBatch]:
         """Brings the tables up to date and plans a step whose input is on the device, single tokens first.
 
         ``bounds``: the launch shape of the single tokens, if there are any;  ``chunks``: the plans of the others, on
-        the device.
+        the device, and ``state_chunks`` that of their states, if layers have some.
         """
         tables = self.tables
         update(tables.block_words[0], step_input, num_tokens)
@@ -98,7 +106,11 @@ class GpuAttentionPlanner:
             found.append(placed)
             work = None if chunks is None else chunks[number]
             steps.append(GpuAttention(group, placed.token_rows, num_decodes, decode, work))
-        return found[0], over_groups(self._ladder, steps)
+        attention = over_groups(self._ladder, steps)
+        if self.states is None:
+            return found[0], attention
+        decodes = None if bounds is None else self.states.plan_steps(found[0], num_decodes)
+        return found[0], HybridStep(attention, GpuStates(self.states, num_decodes, decodes, state_chunks))
 
 
 class GpuGroupPlanner:

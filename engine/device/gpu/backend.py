@@ -55,7 +55,7 @@ class GpuBackend:
     @torch.inference_mode()
     def capture(self, limits: StepLimits) -> Captured | None:
         """Captures every step that ``limits`` allow; ``None`` without graphs."""
-        return None if self.steps.mixed is None else capture_all(self.steps, limits)
+        return capture_all(self.steps, limits) if self.steps.has_graphs else None
 
     def check(self) -> None:
         """Raises ``DeviceLostError`` if the device computes nothing any more, as after an illegal access to memory."""

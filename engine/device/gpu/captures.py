@@ -30,7 +30,8 @@ def capture_all(steps: GpuSteps, limits: StepLimits) -> Captured:
     """
     start, before = time.monotonic(), free_memory(steps.device)
     planner = steps.planner
-    shapes = list(all_shapes(planner, planner.memory.nbytes, limits))[:MAX_GRAPHS]
+    found = all_shapes(planner, planner.memory.nbytes, limits)
+    shapes = [shape for shape in found if isinstance(shape, DecodeShape) or steps.mixed is not None][:MAX_GRAPHS]
     shapes.sort(key=lambda shape: shape.num_rows, reverse=True)  # smaller steps find room in the memory of larger ones
     for shape in _with_bar(shapes):
         steps.capture(shape)

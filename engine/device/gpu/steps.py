@@ -2,7 +2,7 @@
 
 A step that consists of single tokens alone is padded to one of few sizes and replayed as a CUDA graph, from its input
 to the tokens it samples. So is a step with chunks of prompts, up to its hidden states, if ``mixed.py`` has a
-shape for it. Any other step is run operator by operator, over the same tables.
+shape for it and no layer has a state. Any other step is run operator by operator, over the same tables.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from qkv_engine.kernels.block_tables import input_nwords, pack_tokens
+from qkv_engine.kernels.delta_net.plan import ChunkWork
 from qkv_engine.kernels.paged_decode.split import Bounds
 from qkv_engine.kernels.paged_decode.triton import kernel_names
 from qkv_engine.kernels.sample import sample
@@ -60,7 +61,7 @@ class GpuSteps:
         self.planner = GpuAttentionPlanner(memory, self.tables, ladder, specs)
         self._graphs = Graphs(self.device) if cuda_graphs else None
         self.mixed: MixedSteps | None = None
-        if self._graphs is not None:
+        if self._graphs is not None and not ladder.states:
             self.mixed = MixedSteps(model, self.tables, self.planner, self._graphs, layout.num_rows)
         most = padded_batch(layout.num_rows)
         self._input = torch.zeros(input_nwords(most), dtype=torch.int64, device=self.device)
@@ -75,6 +76,11 @@ class GpuSteps:
         self._tokens, self._batch = pack_tokens((), (), ()), 0
         self._advance = 0
         self._likeliest = self._sampled
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether steps are captured."""
+        return self._graphs is not None
 
     def execute(self, command: StepCommand) -> Computed:
         """Enqueues the KV of the command's tokens and the results that it asks for.
@@ -95,8 +101,9 @@ class GpuSteps:
 
     def capture(self, shape: DecodeShape | MixedShape) -> None:
         """Captures a step, which is run with padding alone. Needs graphs."""
-        assert self._graphs is not None and self.mixed is not None
+        assert self._graphs is not None
         if isinstance(shape, MixedShape):
+            assert self.mixed is not None
             self.mixed.capture(shape)
             return
         padding = Tokens([], [], []).padded(shape.batch, self.tables.spare_row)
@@ -144,11 +151,14 @@ class GpuSteps:
         decodes = Tokens(command.ids[:number], starts[:number], rows[:number])
         chunks = Tokens.of(rows[number:], starts[number:], lengths[number:], command.ids[number:])
         if not chunks.ids:
-            return self._forward(decodes, chunks, None)
+            return self._forward(decodes, chunks)
         plans = self.planner.plan_chunks(rows[number:], starts[number:], lengths[number:])
         found = None if self.mixed is None else self.mixed.shape(number, len(chunks.ids), plans)
         if self.mixed is None or found is None:
-            return self._forward(decodes, chunks, plans)
+            states, state_chunks = self.planner.states, None
+            if states is not None:
+                state_chunks = states.plan_chunks(rows[number:], starts[number:], lengths[number:])
+            return self._forward(decodes, chunks, plans, state_chunks)
         return self.mixed.run(*found, decodes, chunks, plans)
 
     def _keep_tokens(self, sampling: Sequence[int], token_ids: Tensor) -> None:
@@ -156,14 +166,21 @@ class GpuSteps:
         rows = to_device(torch.tensor([self._rows[i] for i in sampling]), self.device)
         self.tables.last_tokens.index_copy_(0, rows, token_ids)
 
-    def _forward(self, decodes: Tokens, chunks: Tokens, plans: ChunkPlans | None) -> Tensor:
+    def _forward(
+        self,
+        decodes: Tokens,
+        chunks: Tokens,
+        plans: ChunkPlans | None = None,
+        state_chunks: ChunkWork | None = None,
+    ) -> Tensor:
         """Hidden states of a step that is run operator by operator."""
         number, num_decodes = len(decodes.ids) + len(chunks.ids), len(decodes.ids)
         item_blocks, bounds = self.planner.split(num_decodes, num_decodes) if num_decodes else (1, None)
         words = self.tables.step_input(decodes.packed(chunks), item_blocks=item_blocks)
         step_input = to_device(torch.frombuffer(words, dtype=torch.int64), self.device)
         on_device = None if plans is None else [work.to(self.device) for work in plans]
-        placed, step = self.planner.begin(step_input, number, num_decodes, bounds, on_device)
+        states = None if state_chunks is None else state_chunks.to(self.device)
+        placed, step = self.planner.begin(step_input, number, num_decodes, bounds, on_device, states)
         return self.model(placed.input_ids, placed.positions, step)
 
     def _decode(self, shape: DecodeShape) -> None:

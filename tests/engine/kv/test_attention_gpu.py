@@ -11,3 +11,9 @@ def test_steps_on_gpu_and_cpu_agree():
     figures = run_cases(Path(__file__).with_name("attention_gpu_cases.py"))
     assert len(figures) == 7
     assert {name: figure for name, figure in figures.items() if not (isinstance(figure, float) and figure < 3e-3)} == {}
+
+
+def test_states_of_steps_on_gpu_and_cpu_agree():
+    figures = run_cases(Path(__file__).with_name("state_gpu_cases.py"))
+    assert len(figures) == 3
+    assert {name: figure for name, figure in figures.items() if not (isinstance(figure, float) and figure < 1e-5)} == {}

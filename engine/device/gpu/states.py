@@ -1,0 +1,52 @@
+"""One step's states on a GPU: where they are comes from the tables on the device, and kernels rewrite them there."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qkv_engine.kernels.block_tables import RUNG_BITS, BlockWords, Placed
+from qkv_engine.kernels.delta_net import DeltaWeights
+from qkv_engine.kernels.delta_net.plan import ChunkWork, StepWork
+from qkv_engine.kernels.delta_net.triton import delta_net_chunk_triton, delta_net_step_triton
+
+from ..tables import GroupWords
+
+
+class GpuStatePlanner:
+    """Planner of a step's states over the words of the main group's tables."""
+
+    def __init__(self, memory: Tensor, tables: GroupWords, words: BlockWords):
+        """``words``: those of ``tables`` on the device."""
+        self.memory, self._tables, self._words = memory, tables, words
+        section = tables.section
+        first = section.num_numbers + section.first_state
+        self._entries = torch.arange(first, first + section.num_states, device=memory.device)[:, None]
+
+    def plan_steps(self, placed: Placed, number: int) -> StepWork:
+        """The plan of the first ``number`` tokens, each of a request of its own."""
+        words = self._words.words
+        numbers = words[self._entries + placed.rows[:number] * self._words.width]
+        return StepWork(words[numbers] >> RUNG_BITS, placed.lengths[:number])
+
+    def plan_chunks(self, rows: list[int], starts: list[int], counts: list[int]) -> ChunkWork:
+        """The plan, on the host, of chunks of ``counts`` tokens from ``starts`` of the requests in ``rows``."""
+        return ChunkWork.build([self._tables.states(row) for row in rows], starts, counts)
+
+
+class GpuStates:
+    """The states of a step's requests; see ``StateBatch``."""
+
+    def __init__(self, planner: GpuStatePlanner, num_steps: int, steps: StepWork | None, chunks: ChunkWork | None):
+        """``steps``: the plan of the first ``num_steps`` tokens, single ones;  ``chunks``: that of the others."""
+        self._planner, self._num_steps, self._steps, self._chunks = planner, num_steps, steps, chunks
+
+    def delta_net(self, layer: int, qkv: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights) -> Tensor:
+        """See ``StateBatch.delta_net``. Rows of padding come out as zeros."""
+        n, spec, memory = self._num_steps, weights.spec, self._planner.memory
+        out = qkv.new_empty(len(qkv), spec.num_v_heads, spec.v_dim)
+        if self._steps is not None:
+            delta_net_step_triton(memory, qkv[:n], b[:n], a[:n], weights, self._steps, layer, out[:n])
+        if self._chunks is not None:
+            delta_net_chunk_triton(memory, qkv[n:], b[n:], a[n:], weights, self._chunks, layer, out[n:])
+        return out

@@ -1,0 +1,169 @@
+"""Gated delta-net in Triton, over states that lie in a byte arena. Shapes of launches depend on the layer's alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ..fusion import FUSED
+from ..overlap import overlap_options
+from .chunk_kernels import chunk_scan_kernel, chunk_solve_kernel, conv_chunk_kernel, conv_state_kernel
+from .cpu import CHUNK
+from .plan import ChunkWork, StepWork
+from .state import DeltaWeights, StateSpec
+from .step_kernels import conv_step_kernel, delta_step_kernel, gated_norm_kernel
+
+CONV_TILE = 256  # channels of a program
+STEP_COLUMNS, SCAN_COLUMNS, SOLVE_COLUMNS = 32, 32, 64  # of a head's values
+
+
+def delta_net_step_triton(
+    memory: Tensor,
+    qkv: Tensor,
+    b: Tensor,
+    a: Tensor,
+    weights: DeltaWeights,
+    work: StepWork,
+    layer: int,
+    out: Tensor,
+) -> None:
+    """One token of each request: the states in ``memory`` go on by it.
+
+    Shapes:  memory [bytes] uint8;  qkv [B, C];  b, a [B, HV], columns contiguous;  out [B, HV, DV], contiguous
+    Rows of padding come out as zeros.
+    """
+    _check(qkv, b, a, out)
+    spec = weights.spec
+    number, tables = len(qkv), (work.addresses[layer], work.lengths)
+    mixed, overlap = _empty_like_rows(qkv), overlap_options(qkv.device)
+    constexprs, num_warps = conv_step_variant(spec)
+    conv_step_kernel[(number * triton.cdiv(spec.num_channels, constexprs["TILE"]),)](
+        memory, qkv, weights.conv, *tables, mixed, qkv.stride(0), **constexprs, num_warps=num_warps, **overlap, **FUSED
+    )
+    constexprs, num_warps = delta_step_variant(spec)
+    delta_step_kernel[(number * spec.num_v_heads * triton.cdiv(spec.v_dim, constexprs["BLOCK_V"]),)](
+        memory, mixed, b, a, weights.decay, weights.dt_bias, *tables, out, b.stride(0),
+        **constexprs, num_warps=num_warps, **overlap, **FUSED,
+    )  # fmt: skip
+
+
+def delta_net_chunk_triton(
+    memory: Tensor,
+    qkv: Tensor,
+    b: Tensor,
+    a: Tensor,
+    weights: DeltaWeights,
+    work: ChunkWork,
+    layer: int,
+    out: Tensor,
+) -> None:
+    """All tokens of each request: the states in ``memory`` go on by them.
+
+    Shapes:  memory [bytes] uint8;  qkv [N, C];  b, a [N, HV], columns contiguous;  out [N, HV, DV], contiguous
+    """
+    _check(qkv, b, a, out)
+    spec = weights.spec
+    addresses, items, chunks = work.addresses[layer], work.items, work.chunks
+    mixed, dims = _empty_like_rows(qkv), (spec.num_v_heads, CHUNK)
+    written = qkv.new_empty(len(chunks), *dims, spec.v_dim)
+    forgotten = qkv.new_empty(len(chunks), *dims, spec.k_dim)
+    constexprs, num_warps = conv_chunk_variant(spec)
+    tiles = triton.cdiv(spec.num_channels, constexprs["TILE"])
+    conv_chunk_kernel[(len(chunks) * tiles,)](
+        memory, qkv, weights.conv, addresses, items, chunks, mixed, qkv.stride(0),
+        **constexprs, num_warps=num_warps, **FUSED,
+    )  # fmt: skip
+    constexprs, num_warps = conv_state_variant(spec)
+    conv_state_kernel[(len(items) * triton.cdiv(spec.num_channels, constexprs["TILE"]),)](
+        memory, qkv, addresses, items, qkv.stride(0), **constexprs, num_warps=num_warps, **FUSED
+    )
+    gates = b, a, weights.decay, weights.dt_bias
+    constexprs, num_warps = chunk_solve_variant(spec, qkv.dtype)
+    chunk_solve_kernel[(len(chunks) * spec.num_v_heads,)](
+        mixed, *gates, chunks, written, forgotten, b.stride(0), **constexprs, num_warps=num_warps, num_stages=1, **FUSED
+    )
+    constexprs, num_warps = chunk_scan_variant(spec, qkv.dtype)
+    chunk_scan_kernel[(len(items) * spec.num_v_heads * triton.cdiv(spec.v_dim, constexprs["BLOCK_V"]),)](
+        memory, mixed, *gates, addresses, items, written, forgotten, out, b.stride(0),
+        **constexprs, num_warps=num_warps, num_stages=1, **FUSED,
+    )  # fmt: skip
+
+
+def gated_rms_norm_triton(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See ``gated_rms_norm``."""
+    num_tokens, heads, size = x.shape
+    assert x.is_contiguous() and z.stride()[1:] == (size, 1) and x.dtype == z.dtype
+    out, number = torch.empty_like(x), num_tokens * heads
+    constexprs, num_warps = gated_norm_variant(heads, size, eps)
+    gated_norm_kernel[(triton.cdiv(number, constexprs["ROWS"]),)](
+        x, z, weight, out, z.stride(0), number,
+        **constexprs, num_warps=num_warps, **overlap_options(x.device), **FUSED,
+    )  # fmt: skip
+    return out
+
+
+def conv_step_variant(spec: StateSpec) -> tuple[dict[str, Any], int]:
+    """Compile-time arguments and warps of ``conv_step_kernel``."""
+    return {**_conv(spec), "TILE": CONV_TILE}, 4
+
+
+def conv_chunk_variant(spec: StateSpec) -> tuple[dict[str, Any], int]:
+    """Compile-time arguments and warps of ``conv_chunk_kernel``."""
+    return {**_conv(spec), "CHUNK": CHUNK, "TILE": 64}, 8
+
+
+def conv_state_variant(spec: StateSpec) -> tuple[dict[str, Any], int]:
+    """Compile-time arguments and warps of ``conv_state_kernel``."""
+    return {**_conv(spec), "TILE": CONV_TILE}, 4
+
+
+def delta_step_variant(spec: StateSpec) -> tuple[dict[str, Any], int]:
+    """Compile-time arguments and warps of ``delta_step_kernel``."""
+    return {**_heads(spec), **_blocks(spec, STEP_COLUMNS)}, 4
+
+
+def chunk_solve_variant(spec: StateSpec, dtype: torch.dtype) -> tuple[dict[str, Any], int]:
+    """Compile-time arguments and warps of ``chunk_solve_kernel``."""
+    return {**_heads(spec), **_blocks(spec, SOLVE_COLUMNS), "CHUNK": CHUNK, "PRECISION": _precision(dtype)}, 8
+
+
+def chunk_scan_variant(spec: StateSpec, dtype: torch.dtype) -> tuple[dict[str, Any], int]:
+    """Compile-time arguments and warps of ``chunk_scan_kernel``."""
+    return {**_heads(spec), **_blocks(spec, SCAN_COLUMNS), "CHUNK": CHUNK, "PRECISION": _precision(dtype)}, 8
+
+
+def gated_norm_variant(heads: int, size: int, eps: float) -> tuple[dict[str, Any], int]:
+    """Compile-time arguments and warps of ``gated_norm_kernel``."""
+    block = triton.next_power_of_2(size)
+    rows = max(1, 1024 // block)
+    return {"HV": heads, "DV": size, "EPS": eps, "ROWS": rows, "BLOCK_V": block}, min(8, max(1, rows * block // 512))
+
+
+def _conv(spec: StateSpec) -> dict[str, int]:
+    return {"C": spec.num_channels, "W": spec.conv_width, "CONV": spec.conv_offset}
+
+
+def _heads(spec: StateSpec) -> dict[str, int]:
+    return {"HK": spec.num_k_heads, "HV": spec.num_v_heads, "DK": spec.k_dim, "DV": spec.v_dim}
+
+
+def _blocks(spec: StateSpec, columns: int) -> dict[str, int]:
+    """Blocks of products: at least 16 wide."""
+    widths = triton.next_power_of_2(spec.k_dim), min(columns, triton.next_power_of_2(spec.v_dim))
+    return dict(zip(("BLOCK_K", "BLOCK_V"), (max(16, width) for width in widths), strict=True))
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """Of products: three of TF32's 11 bits give those of float32, one has more than inputs of 16 bits."""
+    return "tf32x3" if dtype == torch.float32 else "tf32"
+
+
+def _empty_like_rows(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _check(qkv: Tensor, b: Tensor, a: Tensor, out: Tensor) -> None:
+    assert qkv.stride(1) == b.stride(1) == a.stride(1) == 1 and b.stride(0) == a.stride(0) and out.is_contiguous()

@@ -1,0 +1,208 @@
+"""Qwen3.5, text: three layers of four keep a state; the others have attention whose output is gated. Dense or MoE."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from .attention import Attention, AttentionBatch
+from .config import FULL, ModelConfig, read_biases, read_num_layers
+from .delta_net import DeltaNet, HybridConfig, PiecewiseLinear, StateBatch, read_states
+from .fields import Fields
+from .layers import CheckpointRows, Layer, Linear
+from .llama import MLP, LlamaForCausalLM, make_norm
+from .moe import MoE, MoeConfig, read_moe
+from .ranks import ALONE, Part, Ranks
+from .rope import RopeConfig, Rotation
+
+Config = TypeVar("Config", bound=HybridConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridMoeConfig(HybridConfig, MoeConfig):
+    """``shared_size``: inner features of the expert that all tokens share.
+
+    ``dense_layers`` have an MLP of ``intermediate_size`` in place of experts.
+    """
+
+    shared_size: int
+    dense_layers: frozenset[int] = frozenset()
+
+    @property
+    def inner_sizes(self) -> tuple[int, ...]:
+        """See ``ModelConfig.inner_sizes``."""
+        dense = (self.intermediate_size,) if self.dense_layers else ()
+        return (*dense, self.expert_size, self.shared_size)
+
+
+def read_hybrid(fields: Fields, config_class: type[Config], **differences: Any) -> Config:
+    """What hybrids read alike: heads of 256 channels of which a quarter rotates, norms whose weights count from 1."""
+    if not fields.boolean("attn_output_gate", default=True):
+        raise fields.error("attn_output_gate", "attention without a gate is not supported here")
+    fields = fields.given(head_dim=256, partial_rotary_factor=0.25)
+    states = read_states(fields)
+    config = config_class.read(
+        fields,
+        layer_types=(FULL,) * read_num_layers(fields),
+        rope=RopeConfig.from_hf(fields, may_be_partial=True),
+        **read_biases(fields),
+        qk_norm=True,
+        norm_offset=1.0,
+        **states,
+        **differences,
+    )
+    assert isinstance(config, config_class)
+    num_attention = sum(layer is not None for layer in config.kv_layers)
+    return replace(config, attention=config.attention[:num_attention])
+
+
+def read_qwen3_5(fields: Fields) -> ModelConfig:
+    """Qwen3.5, dense, and Qwen3.6."""
+    fields = fields.given(
+        vocab_size=248_320,
+        hidden_size=4096,
+        intermediate_size=12_288,
+        num_hidden_layers=32,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        max_position_embeddings=32_768,
+    )
+    return read_hybrid(fields, HybridConfig)
+
+
+def read_qwen3_5_moe(fields: Fields) -> ModelConfig:
+    """Qwen3.5 and Qwen3.6 with experts in all layers."""
+    fields = fields.given(
+        vocab_size=248_320,
+        hidden_size=2048,
+        num_hidden_layers=40,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        max_position_embeddings=32_768,
+        num_experts=256,
+        num_experts_per_tok=8,
+        moe_intermediate_size=512,
+    )
+    shared_size = fields.integer("shared_expert_intermediate_size", 1, 2**20, default=512)
+    fields = fields.without("intermediate_size").given(intermediate_size=fields.get("moe_intermediate_size"))
+    return read_hybrid(fields, HybridMoeConfig, **read_moe(fields, "moe_intermediate_size"), shared_size=shared_size)
+
+
+class GatedAttention(Attention):
+    """Attention whose output is scaled by the sigmoid of a gate, which the query projection has beside each head."""
+
+    def __init__(self, config: ModelConfig, layer: int, ranks: Ranks = ALONE):
+        super().__init__(config, layer, ranks)
+        size, heads = self.head_dim, ranks.part(config.attention[layer].num_heads)
+        rows = 2 * size * heads.whole
+        first = [2 * size * head for head in range(heads.first, heads.first + heads.size)]
+        queries = [("q_proj", Part(size, row, rows)) for row in first]
+        keys = self.kv_heads.times(size)
+        pieces, bias = [*queries, ("k_proj", keys), ("v_proj", keys)], config.attention_bias
+        self.qkv_proj = PiecewiseLinear(config.hidden_size, pieces, bias=bias)
+        gates = [("q_proj", Part(size, row + size, rows)) for row in first]
+        self.gate = PiecewiseLinear(config.hidden_size, gates, bias=bias)
+
+    def forward(self, x: Tensor, rotation: Rotation, batch: AttentionBatch) -> Tensor:
+        """x and result [N, E]."""
+        num_tokens = x.shape[0]
+        qkv = self.qkv_proj(x).view(num_tokens, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        attended = self.attend(qkv, rotation, batch).reshape(num_tokens, self.num_heads * self.head_dim)
+        out: Tensor = self.o_proj(attended * self.gate(x).sigmoid())
+        return out
+
+    def convert(self) -> None:
+        """See ``Attention.convert``; here the norms over heads have a weight for each channel to reorder, too."""
+        super().convert()
+        if self._channel_order is not None and self.qk_norm is not None:
+            weight = self.qk_norm.weight
+            weight.copy_(weight[:, self._channel_order])
+
+
+class SharedMoE(MoE):
+    """Experts, and one that all tokens share, scaled by the sigmoid of a gate."""
+
+    def __init__(self, config: HybridMoeConfig, ranks: Ranks = ALONE):
+        super().__init__(config, ranks)
+        self.shared_expert = MLP(replace(config, intermediate_size=config.shared_size), ranks)
+        self.shared_gate = Linear(config.hidden_size, {"shared_expert_gate": 1}, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x and result [N, E]."""
+        shared: Tensor = self.shared_gate(x).sigmoid() * self.shared_expert(x)
+        return super().forward(x) + shared
+
+
+class StackedMoE(SharedMoE):
+    """All experts of a layer are two tensors where ``is_stacked``; else each expert has three."""
+
+    is_stacked = True
+
+    def expert_rows(self) -> Iterator[CheckpointRows]:
+        """See ``MoE.expert_rows``."""
+        if not self.is_stacked:
+            yield from super().expert_rows()
+            return
+        size, first, whole = self.inner
+        shape = (self.num_experts, 2 * whole, self.hidden)
+        for half in range(2 * self.num_experts):
+            start, row = half * size, half * whole + first
+            yield CheckpointRows("mlp.experts.gate_up_proj", shape, self.gate_up, start, start + size, row)
+        shape, rows = (self.num_experts, self.hidden, whole), self.num_experts * self.hidden
+        yield CheckpointRows("mlp.experts.down_proj", shape, self.down, 0, rows, 0, first)
+
+
+class HybridLayer(Layer):
+    """Attention or a gated delta-net, then an MLP or experts, each behind a norm and added to the residual stream."""
+
+    delta_class: type[DeltaNet] = DeltaNet
+    moe_class: type[SharedMoE] = SharedMoE
+
+    def __init__(self, config: HybridConfig, layer: int, ranks: Ranks = ALONE):
+        super().__init__()
+        kv_layer = config.kv_layers[layer]
+        self.input_layernorm = make_norm(config, "input_layernorm")
+        self.self_attn = None if kv_layer is None else GatedAttention(config, kv_layer, ranks)
+        if kv_layer is None:
+            self.linear_attn = self.delta_class(config, config.kv_layers[:layer].count(None), ranks)
+        self.post_attention_layernorm = make_norm(config, "post_attention_layernorm")
+        has_experts = isinstance(config, HybridMoeConfig) and layer not in config.dense_layers
+        mlp_class: type[Any] = self.moe_class if has_experts else MLP
+        self.mlp = mlp_class(config, ranks)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation, batch: StateBatch
+    ) -> tuple[Tensor, Tensor]:
+        """See ``DecoderLayer.forward``."""
+        x, residual = self.input_layernorm(x, residual)
+        x = self.linear_attn(x, batch) if self.self_attn is None else self.self_attn(x, rotation, batch)
+        x, residual = self.post_attention_layernorm(x, residual)
+        return self.mlp(x), residual
+
+
+class StackedLayer(HybridLayer):
+    """A layer whose experts may be stacked in the checkpoint."""
+
+    moe_class = StackedMoE
+
+
+class HybridForCausalLM(LlamaForCausalLM):
+    """Qwen3.5, dense."""
+
+    layer_class = HybridLayer
+    draft_prefix = "mtp."
+
+
+class Qwen3_5MoeForCausalLM(HybridForCausalLM):
+    """Qwen3.5 with experts."""
+
+    layer_class = StackedLayer
+
+    def adapt(self, names: Set[str]) -> None:
+        """See ``LlamaForCausalLM.adapt``: checkpoints have the experts stacked, or one by one."""
+        for module in self.modules():
+            if isinstance(module, StackedMoE):
+                module.is_stacked = any(name.endswith(".mlp.experts.gate_up_proj") for name in names)

@@ -1,0 +1,152 @@
+"""Cases of the gated delta-net for Triton's interpreter: errors against the token by token reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from qkv_engine.kernels.delta_net import DeltaWeights, StateSpec, reference
+from qkv_engine.kernels.delta_net.plan import ChunkWork, StepWork
+from qkv_engine.kernels.delta_net.triton import delta_net_chunk_triton, delta_net_step_triton, gated_rms_norm_triton
+
+from .common import relative_error
+from .interpreted import report
+
+SPECS = {
+    "odd": StateSpec(num_k_heads=1, num_v_heads=3, k_dim=20, v_dim=35, conv_width=4),
+    "grouped": StateSpec(num_k_heads=2, num_v_heads=4, k_dim=32, v_dim=16, conv_width=3),
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+NAN_BYTE = 0xFF  # every float of 0xFF bytes is a NaN
+GAP = 256  # bytes between slots, which nobody writes
+
+
+class Arena:
+    """States of some requests in two layers, far apart in bytes that are NaN: where they are, and their values."""
+
+    def __init__(self, spec: StateSpec, dtype: torch.dtype, number: int):
+        self.spec, self.dtype = spec, dtype
+        size = spec.nbytes(dtype) + GAP
+        self.memory = torch.full((2 * number * size + GAP,), NAN_BYTE, dtype=torch.uint8)
+        order = torch.randperm(2 * number)
+        self.addresses = (order * size + GAP).view(2, number)
+
+    def views(self, layer: int, request: int) -> tuple[Tensor, Tensor]:
+        """recurrent [HV, DK, DV] and conv [C, W - 1] in the arena."""
+        start, spec = int(self.addresses[layer, request]), self.spec
+        slot = self.memory[start : start + spec.nbytes(self.dtype)]
+        parts = slot[: spec.conv_offset].view(torch.float32), slot[spec.conv_offset :].view(self.dtype)
+        shapes = spec.recurrent_shape, spec.conv_shape
+        recurrent, conv = (x[: torch.Size(s).numel()].view(s) for x, s in zip(parts, shapes, strict=True))
+        return recurrent, conv
+
+    def num_written(self) -> int:
+        """Bytes that hold something."""
+        return int((self.memory != NAN_BYTE).sum())
+
+
+def make_weights(spec: StateSpec, dtype: torch.dtype) -> DeltaWeights:
+    conv = (torch.randn(spec.num_channels, spec.conv_width) / 2).to(dtype)
+    return DeltaWeights(spec, conv, torch.rand(spec.num_v_heads) * 2, torch.randn(spec.num_v_heads))
+
+
+def make_rows(spec: StateSpec, dtype: torch.dtype, number: int) -> tuple[Tensor, Tensor, Tensor]:
+    """qkv, b and a of tokens: columns of wider rows, the others NaN."""
+    rows = torch.full((number, spec.num_channels + 7), torch.nan, dtype=dtype)
+    rows[:, : spec.num_channels] = torch.randn(number, spec.num_channels)
+    gates = torch.randn(number, 2 * spec.num_v_heads).to(dtype)
+    return rows[:, : spec.num_channels], *gates.chunk(2, dim=1)
+
+
+def plain(
+    weights: DeltaWeights, qkv: Tensor, b: Tensor, a: Tensor, recurrent: Tensor, conv: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs and both states by the reference."""
+    mixed, conv = reference.short_conv(qkv, conv, weights.conv)
+    gates = reference.gates(b, a, weights.decay, weights.dt_bias)
+    out, recurrent = reference.delta_rule(*weights.spec.split(mixed), *gates, recurrent)
+    return out, recurrent, conv
+
+
+def begin(arena: Arena, layer: int, request: int, is_first: bool) -> tuple[Tensor, Tensor]:
+    """The state of a request: zeros where NaN is stored before its first token, else random values, stored as well."""
+    recurrent, conv = arena.views(layer, request)
+    if is_first:
+        return torch.zeros(recurrent.shape), torch.zeros(conv.shape, dtype=conv.dtype)
+    recurrent.normal_()
+    conv.normal_()
+    return recurrent.clone(), conv.clone()
+
+
+def worst(pairs: list[tuple[Tensor, Tensor]]) -> float:
+    return max(relative_error(found, expected) for found, expected in pairs)
+
+
+def step(spec: StateSpec, dtype: torch.dtype, positions: list[int]) -> float:
+    torch.manual_seed(len(positions))
+    arena, weights, layer = Arena(spec, dtype, len(positions)), make_weights(spec, dtype), 1
+    qkv, b, a = make_rows(spec, dtype, len(positions))
+    states = [begin(arena, layer, i, position <= 0) for i, position in enumerate(positions)]
+    out = torch.full((len(positions), spec.num_v_heads, spec.v_dim), torch.nan, dtype=dtype)
+    work = StepWork(arena.addresses, torch.tensor(positions, dtype=torch.int32) + 1)
+    had = arena.num_written()
+    delta_net_step_triton(arena.memory, qkv, b, a, weights, work, layer, out)
+    pairs = []
+    for i, position in enumerate(positions):
+        if position < 0:  # padding: zeros, and its slot stays as it is
+            assert not out[i].any() and arena.views(layer, i)[0].isnan().all()
+            continue
+        row = slice(i, i + 1)
+        expected = plain(weights, qkv[row], b[row], a[row], *states[i])
+        pairs += list(zip((out[row], *arena.views(layer, i)), expected, strict=True))
+    assert arena.num_written() > had or all(position for position in positions)
+    return worst(pairs)
+
+
+def chunks(spec: StateSpec, dtype: torch.dtype, starts: list[int], counts: list[int]) -> float:
+    torch.manual_seed(sum(counts))
+    arena, weights, layer = Arena(spec, dtype, len(starts)), make_weights(spec, dtype), 1
+    qkv, b, a = make_rows(spec, dtype, sum(counts))
+    states = [begin(arena, layer, i, not start) for i, start in enumerate(starts)]
+    out = torch.full((sum(counts), spec.num_v_heads, spec.v_dim), torch.nan, dtype=dtype)
+    work = ChunkWork.build(arena.addresses.T.tolist(), starts, counts).to(qkv.device)
+    delta_net_chunk_triton(arena.memory, qkv, b, a, weights, work, layer, out)
+    pairs, row = [], 0
+    for i, count in enumerate(counts):
+        part = slice(row, row + count)
+        expected = plain(weights, qkv[part], b[part], a[part], *states[i])
+        pairs += list(zip((out[part], *arena.views(layer, i)), expected, strict=True))
+        row += count
+    return worst(pairs)
+
+
+def norm(dtype: torch.dtype, num_tokens: int, heads: int, size: int) -> float:
+    torch.manual_seed(size)
+    wide = torch.full((num_tokens, heads * size + 5), torch.nan, dtype=dtype)
+    wide[:, : heads * size] = torch.randn(num_tokens, heads * size)
+    x, z = torch.randn(num_tokens, heads, size).to(dtype), wide[:, : heads * size].unflatten(1, (heads, size))
+    weight = (1 + torch.randn(size) / 4).to(dtype)
+    found = gated_rms_norm_triton(x, z, weight, 1e-6)
+    return relative_error(found, reference.gated_rms_norm(x, z, weight, 1e-6))
+
+
+def cases() -> dict[str, Callable[[], float]]:
+    """Every case by name."""
+    found: dict[str, Callable[[], float]] = {}
+    for kind, spec in SPECS.items():
+        for name, dtype in DTYPES.items():
+            for positions in ([5], [0, 7, -1, 0, 31]):
+                found[f"step {kind} {name} {positions}"] = lambda s=spec, d=dtype, p=positions: step(s, d, p)
+            for starts, counts in (([0], [1]), ([9], [65]), ([0, 3, 0, 70], [2, 64, 131, 1])):
+                found[f"chunks {kind} {name} {starts} {counts}"] = lambda s=spec, d=dtype, a=starts, b=counts: chunks(
+                    s, d, a, b
+                )
+    for name, dtype in DTYPES.items():
+        found[f"norm {name}"] = lambda d=dtype: norm(d, 9, 3, 35)
+    return found
+
+
+if __name__ == "__main__":
+    report(cases())

@@ -1,0 +1,28 @@
+"""Gated delta-net compiled without a GPU: registers, spills and shared memory."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+from studies.kernels.compiled import compile_kernel, delta_net_kernels, describe
+
+SPILLED = {"chunk_scan": 160}  # bytes; a chunk's products keep three operands of 64 tokens
+
+
+@pytest.mark.parametrize(
+    "capability", [pytest.param(80, marks=pytest.mark.slow), 90, pytest.param(120, marks=pytest.mark.slow)]
+)
+def test_kernels_fit_in_registers_and_shared_memory(capability: int) -> None:
+    names = set()
+    for name, kernel, constexprs, tuning in delta_net_kernels(overlap=capability >= 90):
+        if "/48" in name:
+            continue
+        found = describe(compile_kernel(kernel, constexprs, tuning, capability))
+        most = next((most for part, most in SPILLED.items() if part in name), 0)
+        assert found["spilled"] <= most and found["shared"] <= 96 << 10, name
+        if "step" in name:
+            assert found["registers"] <= 128, name
+        names.add(name)
+    assert len(names) == 7
