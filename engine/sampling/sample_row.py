@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from array import array
 from collections.abc import Sequence
@@ -120,6 +121,9 @@ class SampleRow:
             return
         biases = torch.zeros(len(mask))
         biases[list(params.logit_bias or ())] = torch.tensor(list((params.logit_bias or {}).values()))
+        if not mask.any():
+            self._fix([])
+            return
         self.fixed_ids, self.fixed_biases = indices(mask), as_array("f", biases[mask])
         self.penalties = self._pack(is_limited=True)
 
@@ -127,7 +131,8 @@ class SampleRow:
         """Sets the biases; with ``allowed`` tokens these alone stay."""
         biases = self.params.logit_bias or {}
         if allowed is not None:
-            biases = {token_id: biases.get(token_id, 0.0) for token_id in allowed}
+            # A row without entries would be left as it is; with this one nothing is left of it.
+            biases = {token_id: biases.get(token_id, 0.0) for token_id in allowed} or {0: -math.inf}
         self.fixed_ids, self.fixed_biases = array("i", biases), array("f", biases.values())
         self.penalties = self._pack(is_limited=allowed is not None)
 

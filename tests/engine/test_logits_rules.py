@@ -105,6 +105,15 @@ def test_a_function_holds_beside_masks_and_a_form(demo_engine: Engine, digits: l
     assert three.token_ids == demo_engine.generate("Hello", demo_engine.params(max_tokens=6))[0].token_ids
 
 
+def test_rules_that_leave_no_token_together_are_the_request_s_error(demo_engine: Engine, digits: list[int]):
+    """Alone in its step: without an entry of its own, a row would be sampled as if it had no rules."""
+    allowed = {"allowed_token_ids": digits[5:], "max_tokens": 4}
+    for rule in ({"allowed_tokens": lambda output: digits[:2]},
+                 {"structured_outputs": StructuredOutputs(regex="[0-1]{3}")}):  # fmt: skip
+        output = demo_engine.generate("Hello", demo_engine.params(**allowed, **rule))[0]
+        assert output.token_ids == [] and "no token is left to sample" in output.error
+
+
 def leave(output: list[int]) -> None:
     sys.exit(3)
 
