@@ -48,35 +48,53 @@ class Turns:
     """The messages of a conversation in the making. An assistant's text and the calls behind it are one message."""
 
     def __init__(self) -> None:
-        self.messages: list[JsonObject] = []
+        self._messages: list[JsonObject] = []
+        self._texts: dict[str, list[str]] = {}  # of the last message if it is the assistant's, by field
+
+    @property
+    def messages(self) -> list[JsonObject]:
+        """The messages so far."""
+        self._join()
+        return self._messages
 
     def add(self, role: str, text: str, **fields: str) -> None:
         """A message of somebody else, such as a tool."""
-        self.messages.append({"role": role, "content": text, **fields})
+        self._join()
+        self._messages.append({"role": role, "content": text, **fields})
 
     def think(self, text: str) -> None:
         """Reasoning of the assistant before what it says."""
-        turn = self._turn(is_new=self._has("content", "tool_calls"))
-        turn["reasoning_content"] = _joined(turn.get("reasoning_content", ""), text)
+        turn = self._turn()
+        if "tool_calls" in turn or any(self._texts["content"]):
+            self._begin()
+        self._texts.setdefault("reasoning_content", []).append(text)
 
     def answer(self, text: str) -> None:
         """Text of the assistant."""
-        turn = self._turn()
-        turn["content"] = _joined(turn["content"], text)
+        self._turn()
+        self._texts["content"].append(text)
 
     def call(self, call_id: str, name: str, arguments: str | JsonObject) -> None:
         """A call of a tool by the assistant."""
         function = {"name": name, "arguments": arguments}
-        calls = self._turn().setdefault("tool_calls", [])
-        calls.append({"id": call_id, "type": "function", "function": function})
+        self._turn().setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
 
-    def _turn(self, *, is_new: bool = False) -> JsonObject:
-        if is_new or not self.messages or self.messages[-1]["role"] != "assistant":
-            self.messages.append({"role": "assistant", "content": ""})
-        return self.messages[-1]
+    def _turn(self) -> JsonObject:
+        """The assistant's message, a new one behind somebody else's."""
+        if not self._texts:
+            self._begin()
+        return self._messages[-1]
 
-    def _has(self, *fields: str) -> bool:
-        return bool(self.messages) and any(self.messages[-1].get(field) for field in fields)
+    def _begin(self) -> None:
+        self._join()
+        self._messages.append({"role": "assistant", "content": ""})
+        self._texts = {"content": []}
+
+    def _join(self) -> None:
+        """Ends the assistant's message; its texts are joined once, however many there are."""
+        for field, texts in self._texts.items():
+            self._messages[-1][field] = "\n".join(filter(None, texts))
+        self._texts = {}
 
 
 def with_system(text: str | None, messages: Sequence[JsonObject]) -> list[JsonObject]:
@@ -111,7 +129,3 @@ def need(value: Any, field: str) -> Any:
     if value is None:
         raise ApiError(400, "is missing", param=field)
     return value
-
-
-def _joined(first: str, second: str) -> str:
-    return f"{first}\n{second}" if first and second else first or second
