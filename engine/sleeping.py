@@ -47,10 +47,11 @@ class Waker:
     digest: str | None
 
     def wake(self, core: EngineCore) -> None:
-        """Has ``core`` go on, for the engine's own thread. Whatever it raises, the engine sleeps on.
+        """Has ``core`` go on, or not fall asleep; for the engine's own thread. Whatever it raises, it sleeps on.
 
         Raises ``CapacityError`` where memory lacks now, ``ModelError`` for a checkpoint that was altered.
         """
+        core.sleeper.end(None)  # who waits for it to fall asleep learns that it does not
         if not core.sleeper.is_asleep:
             return
         if self.folder is not None and weights_digest(self.folder) != self.digest:
@@ -81,7 +82,7 @@ def sleep(started: Started, loop: EngineLoop, timeout: float | None) -> bool:
     if started.num_ranks > 1:
         remedy = "Close the engine, and make a new one"
         raise ConfigError("its ranks do not sleep", field="tensor_parallel", value=started.num_ranks, remedy=remedy)
-    done = loop.call(core.sleeper.begin)
+    done = loop.call(lambda: core.sleeper.begin())  # a core that was freed has none
     if not loop.is_own_thread:
         with suppress(Empty):
             error = done.get(timeout=timeout)

@@ -167,6 +167,8 @@ class Scheduler:
         self.space.begin_step(None)
         for request in reversed(list(self.running)):
             self._park(request)
+        for request in self.waiting:
+            request.num_fetched_pieces = 0  # what came for them leaves, too
         while self.space.evict():
             pass
 

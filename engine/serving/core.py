@@ -177,6 +177,7 @@ class EngineCore:
         """Has all requests wait, moves what is cached to host memory, and gives model and KV memory back."""
         while self._in_flight:
             self._collect(is_followed=len(self._in_flight) > 1)
+        self._carry_out_moves()  # blocks that a step ahead without work wanted fetched come before all leave
         self.scheduler.park_all()
         self.space.shrink()  # one under way is done, with nothing left in memory
         self._carry_out_moves()

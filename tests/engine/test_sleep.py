@@ -20,8 +20,15 @@ from qkv_engine import (
     SamplingParams,
     sleeping,
 )
+from qkv_engine.config import EngineConfig
+from qkv_engine.intake import Intake
 from qkv_engine.loading import demo_folder
+from qkv_engine.presets import resolve_kv
+from qkv_engine.serving.submission import Submission
+from qkv_engine.startup import start
 
+from .test_host_tier import CACHED, NUM_TOKENS, PROMPTS, greedy
+from .test_mixed_precision import BLOCK_NBYTES
 from .test_resize import resident_nbytes, touch_all
 
 MIB = 2**20
@@ -174,3 +181,47 @@ def test_many_times_beside_requests(engine: Engine):
         engine.wake()
         time.sleep(0.005)
     assert [list(stream)[-1].token_ids for stream in streams] == [output.token_ids for output in alone]
+
+
+def test_what_wakes_it_comes_after_what_had_it_sleep(engine: Engine):
+    engine._loop.call(lambda: (engine.sleep(), engine.wake()))  # both before the step in which it falls asleep
+    engine.stats()
+    assert not engine.is_asleep
+    assert engine.generate("What is 6*7?", SamplingParams(temperature=0, max_tokens=4))[0].finished
+
+
+def test_blocks_that_no_command_has_named_yet_come_back():
+    """A step ahead that is empty but for what it fetches leaves it to the next one, before which the engine sleeps."""
+    config = EngineConfig(kv=resolve_kv("bf16"), kv_memory=9 * BLOCK_NBYTES, host_memory=32 * MIB, num_threads=1)
+    started = start(config)
+    core, intake = started.core, Intake(started)
+
+    def add(prompt: list[int], **options: object) -> Submission:
+        submission = intake.streamed(prompt, greedy(**options), None, None)
+        core.add(submission)
+        return submission
+
+    def rest() -> None:
+        while core.has_work:
+            core.step()
+
+    first = [add(prompt) for prompt in PROMPTS[:1]]
+    rest()
+    for prompt in PROMPTS[1:]:
+        add(prompt)
+        rest()
+    core.runs_ahead = True
+    other = add([5, 6, 7], repetition_penalty=1.5)
+    core.step()
+    again = add(PROMPTS[0])
+    core.step()
+    assert core.space.has_copies and other.completions
+    core.runs_ahead = False  # a CPU cannot go on from tokens that only it knows
+    core.sleeper.begin()
+    core.step()
+    assert core.sleeper.is_asleep and not core.space.tables.store.live_blocks()
+    started.waker.wake(core)
+    rest()
+    assert again.completions[0].request.token_ids == first[0].completions[0].request.token_ids
+    assert again.completions[0].request.num_cached_tokens == CACHED  # none is computed again
+    assert other.completions[0].request.num_output_tokens == NUM_TOKENS
