@@ -89,7 +89,7 @@ class Replica:
         """
         stats = await to_thread.run_sync(self._engine.stats)
         batch = (stats.num_running + stats.num_waiting) / self._seats
-        return {"load": max(batch, stats.kv_bytes_used / stats.kv_bytes_total), "seats": float(self._seats)}
+        return {"load": max(batch, stats.kv_share), "seats": float(self._seats)}
 
 
 class _Exchange:

@@ -110,6 +110,11 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     host_bytes_dropped: int = 0
     host_fetched_tokens: int = 0
 
+    @property
+    def kv_share(self) -> float:
+        """Share of KV memory that live requests hold; 0 while the engine sleeps."""
+        return self.kv_bytes_used / self.kv_bytes_total if self.kv_bytes_total else 0.0
+
     def to_dict(self) -> dict[str, object]:
         return msgspec.structs.asdict(self)
 

@@ -8,6 +8,7 @@ from queue import Empty
 from .errors import ConfigError
 from .intake import Intake
 from .serving.loop import EngineLoop
+from .serving.resizer import Resize
 from .sizes import parse_size
 from .started import Started
 
@@ -21,8 +22,13 @@ def resize(started: Started, loop: EngineLoop, intake: Intake, size: int | str |
     nbytes = parse_size(size, field="size", free=core.runner.cache.arena.range_nbytes)
     if timeout is not None and not 0 <= timeout < float("inf"):
         raise ConfigError("not a time", field="timeout", value=timeout, remedy="Give seconds, 0 or more")
-    under_way = loop.call(lambda: core.resize(nbytes))
-    intake.capacities = under_way.capacities
+
+    def begin() -> Resize:
+        under_way = core.resize(nbytes)
+        intake.capacities = under_way.capacities  # here, so that of two sizes the later one counts
+        return under_way
+
+    under_way = loop.call(begin)
     if not loop.is_own_thread:
         with suppress(Empty):
             error = under_way.done.get(timeout=timeout)

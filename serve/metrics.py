@@ -142,7 +142,7 @@ def _gauges(stats: EngineStats) -> list[tuple[str, str, float]]:
     return [
         ("num_requests_running", "completions in the running batch", stats.num_running),
         ("num_requests_waiting", "completions that wait", stats.num_waiting),
-        ("kv_cache_usage_perc", "share of KV memory that live requests hold, 0 to 1", used / total),
+        ("kv_cache_usage_perc", "share of KV memory that live requests hold, 0 to 1", stats.kv_share),
         ("kv_capacity_bytes", "KV memory", total),
         ("kv_used_bytes", "KV memory of live requests", used),
         ("kv_cached_bytes", "KV memory of the prefix cache alone, which yields when needed", cached),

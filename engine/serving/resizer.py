@@ -23,7 +23,7 @@ class Memory(Protocol):
 
 
 class Resize:
-    """A change of size under way; ``wait`` is for any thread."""
+    """A change of size under way; ``done`` has its end, or what keeps it from that, for any thread."""
 
     def __init__(self, capacities: tuple[int, ...]):
         """``capacities``: tokens of one request that fits alone from now on, by its floor."""

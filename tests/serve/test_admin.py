@@ -92,5 +92,7 @@ def test_the_engine_sleeps_and_wakes(admin: Running):
     assert post("sleep").json() == {"is_asleep": True} and admin.engine.is_asleep
     assert admin.http.get("/health").status_code == 200
     assert ask(admin, {"size": "8MiB"}).status_code == 400
+    figures = admin.http.get("/metrics", headers={"authorization": f"Bearer {ALICE}"})
+    assert figures.status_code == 200 and "kv_capacity_bytes{" in figures.text
     assert post("wake").json() == {"is_asleep": False} and not admin.engine.is_asleep
     assert admin.engine.stats().kv_bytes_total == 32 * MIB
