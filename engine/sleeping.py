@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     import torch
 
     from .config import EngineConfig
-    from .device.cache import KVCache
-    from .device.host_memory import HostMemory
     from .kv.table_rows import TableLayout
     from .serving.core import EngineCore
     from .serving.loop import EngineLoop
@@ -32,17 +30,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Waker:
-    """Loads the model again over the books of an engine that slept.
+    """Loads the model again over the books of an engine that slept. Holds no memory: a core that is freed has it all.
 
     ``folder``: of the checkpoint, whose ``digest`` must be what it was; None for random weights.
     """
 
     config: EngineConfig
     device: torch.device
-    cache: KVCache
     layout: TableLayout
     limits: StepLimits
-    host: HostMemory | None
     folder: Path | None
     digest: str | None
 
@@ -56,19 +52,19 @@ class Waker:
             return
         if self.folder is not None and weights_digest(self.folder) != self.digest:
             raise ModelError("the checkpoint was altered while the engine slept", field="model", value=str(self.folder))
+        config, cache, host = self.config, core.runner.cache, core.runner.host
         with enough_memory():
-            loaded, _ = load(self.config, self.device)
-            self.cache.take_up()
+            loaded, _ = load(config, self.device)
+            cache.take_up()
             try:
-                config, cache = self.config, self.cache
                 model = cast(CausalLM, loaded.model)
-                backend = make_backend(model, cache.backing, self.layout, cache.ladder, config.cuda_graphs, self.host)
+                backend = make_backend(model, cache.backing, self.layout, cache.ladder, config.cuda_graphs, host)
                 if config.warm_up == "full":
                     backend.capture(self.limits)
             except BaseException:
-                self.cache.put_away()
+                cache.put_away()
                 raise
-        core.wake(backend, self.layout, watch_bases(self.cache, calibrated_variances(loaded.model)))
+        core.wake(backend, self.layout, watch_bases(cache, calibrated_variances(loaded.model)))
 
 
 def sleep(started: Started, loop: EngineLoop, timeout: float | None) -> bool:

@@ -21,7 +21,7 @@ from .device.cache import KVCache
 from .device.cpu.thread_choice import ThreadChoice
 from .device.cpu.threads import choose_threads
 from .device.gpu.warm_up import warm_up
-from .device.host_memory import HostMemory, allocate_host
+from .device.host_memory import allocate_host
 from .device.layouts import Ladder
 from .device.logits import CausalLM
 from .device.memory import check_free, default_kv_memory, free_memory
@@ -118,7 +118,7 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
         workers.replies()  # their weights are loaded
         workers.set_up(Setup(cache.nbytes, cache.arena.hole.chunk_nbytes, host_nbytes, layout, threads.number))
         backend = AllRanks(workers, backend)
-    runner = Runner(cache, backend, layout)
+    runner = Runner(cache, backend, layout, host)
     if device.type == "cuda":
         warm_up(runner)
     limits = StepLimits(config.max_num_seqs, max_model_len, config.max_num_batched_tokens)
@@ -155,7 +155,7 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
         ladder,
         threads,
         summary,
-        _waker(config, device, cache, layout, limits, host, loaded.folder),
+        _waker(config, device, layout, limits, loaded.folder),
         workers,
     )
 
@@ -163,17 +163,15 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
 def _waker(
     config: EngineConfig,
     device: torch.device,
-    cache: KVCache,
     layout: TableLayout,
     limits: StepLimits,
-    host: HostMemory | None,
     folder: Path | None,
 ) -> Waker:
     """What wakes the engine: of a model from the Hub the files that were found now."""
     if folder is not None:
         config = replace(config, model=folder)
     digest = None if folder is None else weights_digest(folder)
-    return Waker(config, device, cache, layout, limits, host, folder, digest)
+    return Waker(config, device, layout, limits, folder, digest)
 
 
 def _load_tokenizer(folder: Path) -> Tokenizer | None:

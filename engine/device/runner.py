@@ -15,6 +15,7 @@ from ..request import Request
 from ..sampling.sample_row import SampleRow
 from .backend import Backend, NoBackend
 from .cache import KVCache
+from .host_memory import HostMemory
 from .logits import Computed
 from .logprobs import TokenLogprobs
 from .mover import PendingMoves
@@ -67,9 +68,9 @@ class Runner:
     A failed step may simply be run again, but for one that goes on from states, which it may have rewritten.
     """
 
-    def __init__(self, cache: KVCache, backend: Backend, layout: TableLayout):
-        """``layout``: of the block tables that ``backend`` keeps."""
-        self.cache = cache
+    def __init__(self, cache: KVCache, backend: Backend, layout: TableLayout, host: HostMemory | None = None):
+        """``layout``: of the block tables that ``backend`` keeps. ``host``: its host memory, for the next one, too."""
+        self.cache, self.host = cache, host
         self.begin(backend, layout)
 
     def begin(self, backend: Backend, layout: TableLayout) -> None:

@@ -9,6 +9,7 @@ import random
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -193,6 +194,23 @@ def test_a_fault_that_no_trial_reaches_ends_the_engine(engine: Engine, monkeypat
     monkeypatch.setattr(engine._started.core, "step", broken)
     with pytest.raises(EngineDeadError, match="ZeroDivisionError: every step"):
         engine.generate([[5], [6]])
+
+
+def test_an_engine_that_stopped_holds_no_memory(monkeypatch: pytest.MonkeyPatch):
+    def broken() -> None:
+        raise EngineDeadError("gone")
+
+    engine = Engine(kv_memory="16MiB", host_memory="16MiB")
+    runner = engine._started.core.runner
+    held = [weakref.ref(x) for x in (runner.cache.memory, runner.backend.mover._host._host)]
+    del runner
+    monkeypatch.setattr(engine._started.core, "step", broken)
+    with pytest.raises(EngineDeadError, match="gone"):
+        engine.generate([[5]])
+    engine._loop._thread.join()
+    gc.collect()
+    assert [x() for x in held] == [None, None]
+    engine.close()
 
 
 def test_a_chunk_without_memory_is_halved(engine: Engine, monkeypatch: pytest.MonkeyPatch):
