@@ -70,11 +70,11 @@ class KVCache:
 
     def take_up(self) -> None:
         """Has memory held, with nothing in it. Raises as ``allocate``."""
+        hole = self.arena.hole
         self.backing: KVMemory = allocate(
-            self.arena.range_nbytes, self._device, self.arena.hole.chunk_nbytes, self._resizable
+            hole.range_nbytes, self._device, hole.chunk_nbytes, self._resizable, hole=hole.span
         )
         self.memory = self.backing.tensor
-        self.backing.dig(*self.arena.hole.span)
 
     def put_away(self) -> None:
         """Gives all memory back. The books stay, which must be empty."""
@@ -156,9 +156,17 @@ def _count_bytes(found: Counter[str], group: LayerGroup, number: int, count: int
         found["elements"] += count * rung.num_elements
 
 
-def allocate(nbytes: int, device: torch.device, chunk_nbytes: int, resizable: bool = False) -> KVMemory:
+def allocate(
+    nbytes: int,
+    device: torch.device,
+    chunk_nbytes: int,
+    resizable: bool = False,
+    *,
+    hole: tuple[int, int] = (0, 0),
+) -> KVMemory:
     """KV memory of [nbytes], which may be given back in chunks on a CPU, and on a GPU if it is to be ``resizable``.
 
+    ``hole``: addresses without memory from the beginning on; pages of a CPU have none anyhow until they are written.
     Raises ``CapacityError`` if the system does not give it, ``ConfigError`` for a GPU whose memory cannot be mapped.
     """
     message = f"the system does not give so much memory on {device}"
@@ -167,7 +175,7 @@ def allocate(nbytes: int, device: torch.device, chunk_nbytes: int, resizable: bo
             return CpuMemory(nbytes)
         if not resizable:
             return FixedMemory(nbytes, device)
-        return MappedMemory(nbytes, chunk_nbytes, device, _driver(device))
+        return MappedMemory(nbytes, chunk_nbytes, device, _driver(device), hole)
 
 
 def granule_nbytes(device: torch.device, resizable: bool = False) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from qkv_engine.device.gpu.mapped import MappedRange, granule_nbytes
+from qkv_engine.device.gpu.mapped import MappedMemory, MappedRange, granule_nbytes
 from qkv_engine.errors import CapacityError
 
 GRANULE, DEVICE = 2**21, torch.device("cuda", 3)
@@ -161,3 +161,12 @@ def test_any_holes_in_a_row(seed: int, driver: FakeDriver):
         gone = sum(nbytes for nbytes, _ in driver.mapped.values()) + (last - first) * chunk
         assert gone == number * chunk + -(-rest // GRANULE) * GRANULE
         assert all(end * GRANULE <= first * chunk or start * GRANULE >= last * chunk for start, end in held(driver))
+
+
+def test_memory_with_a_hole_never_holds_more(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch):
+    """An engine that was made smaller wakes in what it had when it fell asleep."""
+    monkeypatch.setattr(torch, "as_tensor", lambda source, device: source)
+    driver.free = 3 * GRANULE
+    memory = MappedMemory(8 * GRANULE, GRANULE, DEVICE, driver, (2 * GRANULE, 7 * GRANULE))
+    assert held(driver) == [(0, 1), (1, 2), (7, 8)] and driver.most == 3 * GRANULE
+    del memory

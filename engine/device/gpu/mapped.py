@@ -46,10 +46,13 @@ class MappedMemory:
     Raises ``CapacityError`` if the device lacks memory. All is given back with the tensor.
     """
 
-    def __init__(self, nbytes: int, chunk_nbytes: int, device: torch.device, driver: Any):
+    def __init__(
+        self, nbytes: int, chunk_nbytes: int, device: torch.device, driver: Any, hole: tuple[int, int] = (0, 0)
+    ):
+        """``hole``: chunks without memory at first, as in ``dig``; never the first one."""
         self._range = MappedRange(nbytes, chunk_nbytes, device, driver)
         self._device = device
-        self._range.hold(0, 0)
+        self._range.hold(*hole)
         self.tensor: Tensor = torch.as_tensor(self._range, device=device)
 
     def dig(self, start: int, end: int) -> None:
