@@ -37,9 +37,9 @@ class WriterThread:
         return self._nbytes
 
     def put(self, job: WriterJob) -> bool:
-        """Takes a job, or returns ``False`` where the queue is full or closed."""
+        """Takes a job, or returns ``False`` where the queue is closed, or full for one that holds memory."""
         with self._changed:
-            is_full = self._nbytes > 0 and self._nbytes + job.nbytes > self._max_nbytes
+            is_full = job.nbytes > 0 and self._nbytes > 0 and self._nbytes + job.nbytes > self._max_nbytes
             if self._closing or is_full:
                 return False
             self._jobs.append(job)

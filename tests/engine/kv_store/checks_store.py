@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,8 +160,18 @@ def check_the_queue_is_bounded_and_all_are_told(code: Code, path: Path) -> None:
 
 
 def check_one_block_may_be_larger_than_the_queue(code: Code, path: Path) -> None:
+    """And what waits for it to reach the disk does, although the queue is full."""
+    write, sync, calls = os.pwritev, os.fdatasync, list[str]()
+
+    def slow(*args: Any) -> int:
+        time.sleep(0.1)
+        calls.append("write")
+        return write(*args)
+
     with opened(code, path, max_queued_nbytes=1) as store:
-        assert put(store, 1) and store.flush() and found(store) == [1]
+        with replaced("pwritev", slow), replaced("fdatasync", lambda fd: (calls.append("sync"), sync(fd))):
+            assert put(store, 1) and store.flush() and calls[-1] == "sync"
+        assert found(store) == [1]
 
 
 def check_close_writes_what_waits(code: Code, path: Path) -> None:

@@ -228,6 +228,9 @@ STORE = (
         "self._nbytes > 0 and self._nbytes + job.nbytes > self._max_nbytes",
         "self._nbytes + job.nbytes > self._max_nbytes",
     ),
+    Patch(
+        "a sync waits for room", "writer", "WriterThread.put", "job.nbytes > 0 and self._nbytes > 0", "self._nbytes > 0"
+    ),
     Patch("the queue never empties", "writer", "WriterThread._run", "self._nbytes -= job.nbytes", ""),
     Patch(
         "closing drops what waits", "writer", "WriterThread._run", "not self._jobs", "self._closing or not self._jobs"
