@@ -20,7 +20,7 @@ from .dialects.messages_body import CountBody, MessagesBody
 from .dialects.responses_body import ResponsesBody
 
 PATH = "/openapi.json"
-# The body of each path that takes one; one that is missing here is shown as any object.
+# The body of each path that takes one.
 BODIES: Mapping[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
@@ -36,9 +36,9 @@ ERRORS = {
     400: "malformed HTTP or JSON, or a field that `param` names",
     401: "no key, or one that is not known",
     403: "figures of all tenants, for another one than the operator",
-    404: "no such path or model",
+    404: "no such path, model or response",
     408: "the body did not come in time",
-    409: "a size of KV memory that running requests forbid",
+    409: "a size of KV memory that running requests forbid, or nothing to wake with",
     413: "the body is too long, or has too many lists and objects",
     415: "a body of a web page that is not announced as JSON",
     421: "the server was called by a name that is not its own",
@@ -48,7 +48,15 @@ ERRORS = {
     504: "the request did not end in time",
 }
 _OF_ALL, _OF_BODIES = (401, 421, 500, 503), (400, 404, 408, 413, 415, 429, 504)
-_OF_PATHS = {"/admin/resize": (409,), "/metrics": (403,), "/stats": (403,), "/v1/models/{name}": (404,)}
+_OF_PATHS = {
+    "/admin/resize": (409,),
+    "/admin/sleep": (400,),
+    "/admin/wake": (409,),
+    "/metrics": (403,),
+    "/stats": (403,),
+    "/v1/models/{name}": (404,),
+    "/v1/responses/{response_id}": (400, 404),
+}
 _STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _PLAIN = ("/metrics",)
 
@@ -105,8 +113,8 @@ def describe(routes: Sequence[BaseRoute]) -> JsonObject:
 
 
 def _operation(route: Route, path: str, method: str) -> JsonObject:
-    has_body = method == "POST"
-    statuses = {*_OF_ALL, *(_OF_BODIES if has_body else ()), *_OF_PATHS.get(path, ())}
+    kind = BODIES.get(path) if method == "POST" else None
+    statuses = {*_OF_ALL, *(() if kind is None else _OF_BODIES), *_OF_PATHS.get(path, ())}
     answers: JsonObject = {str(status): {"$ref": f"#/components/responses/{status}"} for status in sorted(statuses)}
     operation: JsonObject = {
         "operationId": "_".join([method.lower(), *re.findall(r"\w+", path)]),
@@ -117,9 +125,8 @@ def _operation(route: Route, path: str, method: str) -> JsonObject:
         operation["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
         ]
-    if has_body:
-        kind = BODIES.get(path)
-        schema = {"type": "object"} if kind is None else {"$ref": f"#/components/schemas/{kind.__name__}"}
+    if kind is not None:
+        schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     return operation
 

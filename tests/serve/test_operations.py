@@ -70,8 +70,10 @@ def test_all_paths_are_described(demo_engine: Engine, document: dict):
     assert len(set(names)) == len(names) and all(each["summary"] for each in operations)
     assert all("500" in each["responses"] for each in operations)
     with running(demo_engine, admin_key=KEY) as server:
-        with_key = set(server.http.get("/openapi.json").json()["paths"])
-    assert with_key == paths | {f"/admin/{name}" for name in ("resize", "sleep", "wake")}
+        with_key = server.http.get("/openapi.json").json()["paths"]
+    assert set(with_key) == paths | {f"/admin/{name}" for name in ("resize", "sleep", "wake")}
+    assert ["requestBody" in with_key[f"/admin/{name}"]["post"] for name in ("resize", "sleep", "wake")] == [1, 0, 0]
+    assert "409" in with_key["/admin/wake"]["post"]["responses"]
 
 
 def test_every_reference_of_the_description_leads_somewhere(document: dict):
