@@ -98,12 +98,14 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
     if config.prefix_caching and ladder.states:
         logger.info("prefix caching is off: %s has states, which prefixes cannot share", loaded.name)
 
-    def make_space() -> KVManager:
+    model_name = loaded.name
+
+    def make_space() -> KVManager:  # lives as long as the engine, so it must not refer to the model
         tier = HostTier(ladder.spec, host_nbytes, cache.arena.slab_nbytes) if host_nbytes else None
-        prefix = PrefixCache(cache.tables, loaded.name, tier) if config.prefix_caching else None
+        prefix = PrefixCache(cache.tables, model_name, tier) if config.prefix_caching else None
         return KVManager(cache.tables, prefix, config.kv_quota)
 
-    name = "demo" if config.model is None else loaded.name
+    name = "demo" if config.model is None else model_name
     scheduler = Scheduler(
         make_space(),
         max_num_seqs=config.max_num_seqs,

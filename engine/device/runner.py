@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -78,9 +79,12 @@ class Runner:
         self.backend, self._maker = backend, StepMaker(TableRows(layout))
 
     def put_away(self) -> None:
-        """Lets go of the backend with the model, and of KV memory, in which nothing may be left."""
-        self.backend = NoBackend()
+        """Gives the device the backend with the model back, and KV memory, in which nothing may be left."""
+        is_cuda, self.backend = self.cache.memory.is_cuda, NoBackend()
         self.cache.put_away()
+        gc.collect()
+        if is_cuda:
+            torch.cuda.empty_cache()
 
     def run(self, batch: ScheduledBatch, rows: Mapping[Request, SampleRow]) -> StepResult:
         """``launch`` and ``wait`` in one."""

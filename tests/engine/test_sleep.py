@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,6 +96,14 @@ def test_memory_goes_back(engine: Engine):
     assert resident_nbytes() < before - 0.9 * (128 * MIB)
     engine.wake()
     assert engine.stats().kv_bytes_total == 128 * MIB
+
+
+def test_nothing_holds_what_goes_back(engine: Engine):
+    engine.generate("What is 6*7?", SamplingParams(max_tokens=2))
+    runner = engine._started.core.runner
+    held = [weakref.ref(x) for x in (runner.backend.steps.model, runner.backend, runner.cache.memory)]
+    assert engine.sleep()
+    assert [x() for x in held] == [None] * 3
 
 
 def test_requests_that_sleep_are_aborted(engine: Engine):

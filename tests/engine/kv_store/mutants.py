@@ -225,11 +225,15 @@ STORE = (
         "a queue is full with one block",
         "writer",
         "WriterThread.put",
-        "self._nbytes > 0 and self._nbytes + job.nbytes > self._max_nbytes",
-        "self._nbytes + job.nbytes > self._max_nbytes",
+        "job.nbytes > 0 and self._nbytes > 0 and self._nbytes + job.nbytes > self._max_nbytes",
+        "job.nbytes > 0 and self._nbytes + job.nbytes > self._max_nbytes",
     ),
     Patch(
-        "a sync waits for room", "writer", "WriterThread.put", "job.nbytes > 0 and self._nbytes > 0", "self._nbytes > 0"
+        "a sync waits for room",
+        "writer",
+        "WriterThread.put",
+        "job.nbytes > 0 and self._nbytes > 0 and self._nbytes + job.nbytes > self._max_nbytes",
+        "self._nbytes > 0 and self._nbytes + job.nbytes > self._max_nbytes",
     ),
     Patch("the queue never empties", "writer", "WriterThread._run", "self._nbytes -= job.nbytes", ""),
     Patch(
