@@ -5,16 +5,17 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty
+from traceback import clear_frames
 from typing import TYPE_CHECKING, cast
 
 from qkv_engine.models.basis import calibrated_variances
 from qkv_engine.models.checkpoint import weights_digest
 
-from .device.backend import StepLimits
+from .device.backend import Backend, StepLimits
 from .device.logits import CausalLM
 from .errors import ConfigError, ModelError
 from .loading import enough_memory, load, make_backend
-from .serving.basis_watch import watch_bases
+from .serving.basis_watch import BasisWatch, watch_bases
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from .config import EngineConfig
+    from .device.runner import Runner
     from .kv.table_rows import TableLayout
     from .serving.core import EngineCore
     from .serving.loop import EngineLoop
@@ -52,19 +54,32 @@ class Waker:
             return
         if self.folder is not None and weights_digest(self.folder) != self.digest:
             raise ModelError("the checkpoint was altered while the engine slept", field="model", value=str(self.folder))
-        config, cache, host = self.config, core.runner.cache, core.runner.host
-        with enough_memory():
-            loaded, _ = load(config, self.device)
-            cache.take_up()
-            try:
-                model = cast(CausalLM, loaded.model)
-                backend = make_backend(model, cache.backing, self.layout, cache.ladder, config.cuda_graphs, host)
-                if config.warm_up == "full":
-                    backend.capture(self.limits)
-            except BaseException:
-                cache.put_away()
-                raise
-        core.wake(backend, self.layout, watch_bases(cache, calibrated_variances(loaded.model)))
+        try:
+            with enough_memory():
+                backend, watch = self._load(core.runner)
+        except BaseException as error:
+            _clear_frames(error)  # they hold what was loaded for as long as somebody looks at the error
+            core.runner.put_away()
+            raise
+        core.wake(backend, self.layout, watch)
+
+    def _load(self, runner: Runner) -> tuple[Backend, BasisWatch | None]:
+        """The backend of the model, loaded again, and the watch over its bases; KV memory is held again."""
+        config, cache = self.config, runner.cache
+        loaded, _ = load(config, self.device)
+        cache.take_up()
+        model = cast(CausalLM, loaded.model)
+        backend = make_backend(model, cache.backing, self.layout, cache.ladder, config.cuda_graphs, runner.host)
+        if config.warm_up == "full":
+            backend.capture(self.limits)
+        return backend, watch_bases(cache, calibrated_variances(loaded.model))
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Drops what the frames refer to that an error and its causes have passed."""
+    while error is not None:
+        clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def sleep(started: Started, loop: EngineLoop, timeout: float | None) -> bool:

@@ -134,15 +134,19 @@ def test_a_size_that_is_under_way_is_reached(engine: Engine):
 
 
 def test_what_fails_leaves_it_asleep(engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    def refuse(*_: object) -> None:
+    models = list[weakref.ref[object]]()
+
+    def refuse(model: object, *_: object) -> None:
+        models.append(weakref.ref(model))
         raise CapacityError("no memory", remedy="Wait")
 
     (stream,) = begun(engine, 1)
     engine.sleep()
     with monkeypatch.context() as patched:
         patched.setattr(sleeping, "make_backend", refuse)
-        with pytest.raises(CapacityError):
+        with pytest.raises(CapacityError) as error:
             engine.wake()
+        assert models[0]() is None and error.value.remedy == "Wait"
     assert engine.is_asleep and engine.stats().kv_bytes_total == 0
     engine.wake()
     assert list(stream)[-1].finished
