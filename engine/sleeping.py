@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class Waker:
     """Loads the model again over the books of an engine that slept. Holds no memory: a core that is freed has it all.
 
-    ``folder``: of the checkpoint, whose ``digest`` must be what it was; None for random weights.
+    ``folder``: of the model;  ``digest``: what that of its checkpoint must still be, None for random weights.
     """
 
     config: EngineConfig
@@ -52,7 +52,7 @@ class Waker:
         core.sleeper.end(None)  # who waits for it to fall asleep learns that it does not
         if not core.sleeper.is_asleep:
             return
-        if self.folder is not None and weights_digest(self.folder) != self.digest:
+        if self.folder is not None and self.digest is not None and weights_digest(self.folder) != self.digest:
             raise ModelError("the checkpoint was altered while the engine slept", field="model", value=str(self.folder))
         try:
             with enough_memory():

@@ -172,7 +172,7 @@ def _waker(
     """What wakes the engine: of a model from the Hub the files that were found now."""
     if folder is not None:
         config = replace(config, model=folder)
-    digest = None if folder is None else weights_digest(folder)
+    digest = None if folder is None or config.load_format == "random" else weights_digest(folder)
     return Waker(config, device, layout, limits, folder, digest)
 
 

@@ -168,6 +168,16 @@ def test_an_altered_checkpoint_does_not_wake(tmp_path: Path):
         assert engine.generate("What is 6*7?", SamplingParams(temperature=0, max_tokens=4))[0].finished
 
 
+def test_random_weights_need_no_checkpoint(tmp_path: Path):
+    shutil.copy(demo_folder() / "config.json", tmp_path)
+    with Engine(tmp_path, load_format="random", kv_memory=16 * MIB, num_threads=1) as engine:
+        params = SamplingParams(temperature=0, max_tokens=4)
+        expected = engine.generate([[5, 6]], params)[0].token_ids
+        engine.sleep()
+        engine.wake()
+        assert engine.generate([[5, 6]], params)[0].token_ids == expected
+
+
 def test_an_engine_that_sleeps_is_closed():
     engine = Engine(kv_memory=16 * MIB, num_threads=1)
     engine.sleep()
