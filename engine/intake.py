@@ -12,6 +12,7 @@ from .errors import CapacityError, QKVError, RequestError
 from .request import RequestOutputKind, SamplingParams
 from .sampling.allowed_tokens import AllowedTokens
 from .sampling.guide import Grammars, Guide
+from .sampling.ngrams import Ngrams
 from .serving.submission import Submission
 from .started import Started
 from .text.reasoning import ReasoningMarks, find_marks
@@ -108,6 +109,7 @@ class Intake:
             marks.after(ids) if marks is not None and checked.separate_reasoning else None,
             self._guide(checked),
             self._chooser(checked),
+            _prompt_ngrams(ids, checked.no_repeat_ngram_size),
             floor=floor,
         )
 
@@ -203,10 +205,19 @@ def _typed_errors() -> Iterator[None]:
         raise RequestError("the request cannot be read", field="error", value=error) from error
 
 
+def _prompt_ngrams(ids: list[int], size: int) -> Ngrams | None:
+    """The runs of a prompt, taken in on the caller's thread: those of a long one hold no other request up."""
+    if not size:
+        return None
+    found = Ngrams(size)
+    found.read(ids)
+    return found
+
+
 def takes_long(prompt: object, params: object) -> bool:
-    """Whether a text is still to be tokenized, a conversation to be rendered, or a grammar to be compiled."""
-    has_form = isinstance(params, SamplingParams) and params.structured_outputs is not None
-    return has_form or isinstance(prompt, str | Mapping) or _is_conversation(prompt)
+    """Whether a text is still to be tokenized, a conversation to be rendered, or a rule to be prepared."""
+    has_rule = isinstance(params, SamplingParams) and bool(params.structured_outputs or params.no_repeat_ngram_size)
+    return has_rule or isinstance(prompt, str | Mapping) or _is_conversation(prompt)
 
 
 def _is_conversation(prompt: object) -> bool:

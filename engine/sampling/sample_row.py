@@ -58,6 +58,7 @@ class SampleRow:
     bad_word_ids: Sequence[Sequence[int]] = ()
     guide: Guide | None = None  # of structured outputs
     chooser: AllowedTokens | None = None
+    prompt_ngrams: Ngrams | None = None  # with ``no_repeat_ngram_size``, of what completions of one prompt share
     num_in_flight: int = 0  # sampled tokens that ``token_ids`` does not have yet; 0 with ``needs_tokens``
     settings: bytes = field(init=False)
     penalties: bytes = field(init=False)  # repetition, frequency, presence, whether only allowed tokens stay
@@ -81,7 +82,8 @@ class SampleRow:
         self.counts = TokenCounts() if penalties != (1.0, 0.0, 0.0) else None
         self._fix(params.allowed_token_ids)
         self._guide_bans = array("i")
-        self._ngrams = Ngrams(params.no_repeat_ngram_size) if params.no_repeat_ngram_size else None
+        size = params.no_repeat_ngram_size
+        self._ngrams = Ngrams(size, self.prompt_ngrams) if size else None
         self.is_guided = self.guide is not None or self.chooser is not None
         follows = self.counts is not None or self._ngrams is not None or self.is_guided
         self.is_edited = bool(follows or self.fixed_ids or params.min_tokens or self.bad_word_ids)

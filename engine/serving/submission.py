@@ -24,6 +24,7 @@ from ..request import (
 )
 from ..sampling.allowed_tokens import AllowedTokens
 from ..sampling.guide import Guide
+from ..sampling.ngrams import Ngrams
 from ..sampling.sample_row import SampleRow
 from ..text.reasoning import OutputText, ReasoningMarks
 from ..text.stop_strings import StopFinder
@@ -108,6 +109,7 @@ class Submission:
     marks: ReasoningMarks | None = None  # set if reasoning is kept apart from the answer
     guide: Guide | None = None  # of structured outputs
     chooser: AllowedTokens | None = None
+    prompt_ngrams: Ngrams | None = None  # with ``no_repeat_ngram_size``
     stream: OutputStream = field(default_factory=OutputStream)
     completions: list[Completion] = field(default_factory=list)
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(arrival_time=time.monotonic()))
@@ -184,6 +186,7 @@ class Submission:
             self.bad_word_ids,
             guide,
             self.chooser,
+            self.prompt_ngrams,
         )
 
     def ends(self, eos_ids: Collection[int]) -> dict[int, int | None]:

@@ -31,11 +31,28 @@ def test_runs_are_those_of_transformers(size: int):
     rng = random.Random(size)
     processor = NoRepeatNGramLogitsProcessor(size)
     for _ in range(30):
-        tokens, index = [rng.randrange(4) for _ in range(rng.randrange(1, 6))], Ngrams(size)
+        prompt, index, of_prompt = [rng.randrange(4) for _ in range(rng.randrange(1, 30))], Ngrams(size), Ngrams(size)
+        of_prompt.read(prompt)
+        tokens, others = [*prompt], [*prompt]
+        shares, other = Ngrams(size, of_prompt), Ngrams(size, of_prompt)
         for _ in range(20):
             scores = processor(torch.tensor([tokens]), torch.zeros(1, 6))[0]
-            assert set(index.last_tokens(tokens)) == set((scores == -torch.inf).nonzero()[:, 0].tolist())
+            banned = set((scores == -torch.inf).nonzero()[:, 0].tolist())
+            assert set(index.last_tokens(tokens)) == set(shares.last_tokens(tokens)) == banned
+            other.last_tokens(others)
             tokens += [rng.randrange(4) for _ in range(rng.randrange(3))]
+            others += [rng.randrange(4) for _ in range(rng.randrange(3))]
+
+
+def test_completions_share_the_runs_of_their_prompt(demo_engine: Engine):
+    """So that the memory, and the time in the engine's thread, of a long prompt is not that of all completions."""
+    params = demo_engine.params(n=4, no_repeat_ngram_size=3, max_tokens=2)
+    submission = demo_engine._intake.streamed([5 + i % 900 for i in range(4000)], params, None, None)
+    submission.make_completions()
+    rows = [submission.sample_row(completion.request, ()) for completion in submission.completions]
+    assert len(rows) == 4 and {row._ngrams._prompt for row in rows} == {submission.prompt_ngrams}
+    for row in rows:
+        assert row.banned_ids().tolist() == [5 + 4000 % 900] and not row._ngrams._followers
 
 
 def test_no_run_occurs_twice(demo_engine: Engine):
