@@ -170,3 +170,13 @@ def test_memory_with_a_hole_never_holds_more(driver: FakeDriver, monkeypatch: py
     memory = MappedMemory(8 * GRANULE, GRANULE, DEVICE, driver, (2 * GRANULE, 7 * GRANULE))
     assert held(driver) == [(0, 1), (1, 2), (7, 8)] and driver.most == 3 * GRANULE
     del memory
+
+
+def test_what_is_under_way_ends_before_memory_goes(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch):
+    found = list[tuple[torch.device, int]]()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: found.append((device, len(driver.mapped))))
+    memory = MappedRange(4 * GRANULE, GRANULE, DEVICE, driver)
+    memory.hold(0, 0)
+    del memory
+    assert found == [(DEVICE, 4)]

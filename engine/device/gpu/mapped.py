@@ -72,7 +72,7 @@ class MappedRange:
         (address,) = _call(driver, "cuMemAddressReserve", self._nbytes, 0, 0, 0)
         self._address = int(address)
         self._handles: dict[int, Any] = {}  # by chunk
-        weakref.finalize(self, _free, driver, self._address, self._nbytes, chunk_nbytes, self._handles)
+        weakref.finalize(self, _free, driver, device, self._address, self._nbytes, chunk_nbytes, self._handles)
         self.__cuda_array_interface__ = {
             "shape": (nbytes,), "typestr": "|u1", "data": (self._address, False), "strides": None, "version": 3,
         }  # fmt: skip
@@ -125,9 +125,13 @@ def _size(number: int, chunk_nbytes: int, nbytes: int) -> int:
     return min(chunk_nbytes, nbytes - number * chunk_nbytes)
 
 
-def _free(driver: Any, address: int, nbytes: int, chunk_nbytes: int, handles: dict[int, Any]) -> None:
-    """Gives everything back; a lost device refuses it, and has lost it."""
+def _free(
+    driver: Any, device: torch.device, address: int, nbytes: int, chunk_nbytes: int, handles: dict[int, Any]
+) -> None:
+    """Gives everything back, once nothing is under way there; a lost device refuses it, and has lost it."""
     with suppress(RuntimeError):
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize(device)  # copies to the host, or a step of an engine that was closed in the middle
         for number, handle in handles.items():
             _call(driver, "cuMemUnmap", address + number * chunk_nbytes, _size(number, chunk_nbytes, nbytes))
             _call(driver, "cuMemRelease", handle)
