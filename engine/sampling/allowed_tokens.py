@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence, Set
+from itertools import islice
 
 from ..errors import RequestError
 from ..validation import check_ids
@@ -21,7 +22,7 @@ class AllowedTokens:
         """The tokens that may follow the output so far, each once; None for all. Raises ``RequestError``."""
         try:
             found = self._function(list(output_ids))
-            ids = list(found) if isinstance(found, Set | range) else found
+            ids = list(islice(found, self._vocab_size + 1)) if isinstance(found, Set | range) else found
         except BaseException as error:  # ``sys.exit()`` is no reason to end the engine's thread
             raise RequestError(f"the function raised {type(error).__name__}: {error}", field=FIELD) from error
         if ids is None:

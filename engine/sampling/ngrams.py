@@ -20,7 +20,7 @@ class Ngrams:
 
     def __init__(self, size: int, prompt: Ngrams | None = None):
         self._num_before = size - 1
-        self._num_seen = 0 if prompt is None else prompt._num_seen
+        self._num_seen: int = 0 if prompt is None else prompt._num_seen
         self._prompt = prompt
         self._followers: dict[bytes, int | set[int]] = {}
 

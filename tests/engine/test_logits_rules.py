@@ -154,7 +154,8 @@ def endless(output: list[int]) -> Iterator[int]:
         (lambda output: "abc", "must be a list"),
         (lambda output: 5, "must be a list"),
         (endless, "must be a list"),
-        (lambda output: range(1 << 60), "OverflowError|MemoryError|ids"),
+        (lambda output: range(1 << 60), "ids"),
+        (lambda output: range(1 << 32), "ids"),  # a list of it would take 150 GB
     ],
 )
 def test_a_function_that_fails_ends_its_request_alone(demo_engine: Engine, function: Any, words: str):

@@ -130,7 +130,7 @@ def _free(
 ) -> None:
     """Gives everything back, once nothing is under way there; a lost device refuses it, and has lost it."""
     with suppress(RuntimeError):
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize(device)  # copies to the host, or a step of an engine that was closed in the middle
         for number, handle in handles.items():
             _call(driver, "cuMemUnmap", address + number * chunk_nbytes, _size(number, chunk_nbytes, nbytes))
