@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Collection, Sequence
-from typing import Any
 from uuid import uuid4
 
 from anyio import to_thread

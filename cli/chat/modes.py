@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from .session import Conversation, Turn
 
 
-
 def chat_on_screen(talk: Conversation, think: ThinkMode, *, raw: bool) -> int:
     """Talk on a terminal that can move its cursor, until the user leaves. Returns the exit code."""
     from .terminal import ChatInput

@@ -10,7 +10,7 @@ export function confirmed(question, word) {
   dialog.returnValue = "";
   dialog.showModal();
   return new Promise((resolve) => {
-    dialog.onclose = () => resolve(dialog.returnValue === "yes");
+    dialog.onclose = () => dialog.open || resolve(dialog.returnValue === "yes"); // the last question's may come late
   });
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -105,7 +106,7 @@ def test_a_whole_conversation_is_exported_with_its_last_answer(modules: Path, to
     assert all(part[-1] == {"role": "assistant", "content": "Clear."} for part in parts)
     messages = bodies["/v1/messages"]["messages"]
     assert messages[-1] == {"role": "assistant", "content": [{"type": "text", "text": "Clear."}]}
-    assert all(one["role"] != other["role"] for one, other in zip(messages, messages[1:], strict=False))
+    assert all(one["role"] != other["role"] for one, other in itertools.pairwise(messages))
     for part in (*parts, messages):
         part.append(user("Go on."))
     bodies["/v1/messages"]["max_tokens"] = bodies["/v1/chat/completions"]["max_tokens"] = 3
@@ -150,9 +151,17 @@ def test_tools_are_read_in_the_form_of_any_dialect(modules: Path):
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_an_answer_grows_by_whole_calls_and_by_fragments(modules: Path, size: int):
     texts = {0: '{"city": "Paris"}', 1: '{"city": "Rome"}'}
-    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}, {"reasoning_content": "Hm", "reasoning": "Hm"}]
+    deltas: list[dict[str, Any]] = [
+        {"role": "assistant", "content": ""},
+        {"reasoning_content": "Hm", "reasoning": "Hm"},
+    ]
     for index, text in texts.items():
-        head = {"index": index, "id": f"id-{index}", "type": "function", "function": {"name": "weather", "arguments": ""}}
+        head = {
+            "index": index,
+            "id": f"id-{index}",
+            "type": "function",
+            "function": {"name": "weather", "arguments": ""},
+        }
         parts = [text[at : at + size] for at in range(0, len(text), size)]
         deltas += [{"tool_calls": [head]}]
         deltas += [{"tool_calls": [{"index": index, "function": {"arguments": part}}]} for part in parts]
