@@ -94,6 +94,14 @@ def test_the_bodies_of_all_dialects_ask_the_model_the_same(
     tools_server.wait_until_idle()
 
 
+def test_the_card_tells_what_the_template_knows(tools_server: Running, server: Running):
+    cards = [each.http.get("/v1/models/demo").json() for each in (tools_server, server)]
+    assert [(card["tools"], card["thinking_switch"], card["examples"]) for card in cards] == [
+        (True, False, []),
+        (False, False, []),
+    ]
+
+
 def filled(message: dict[str, Any]) -> dict[str, Any]:
     """A message without fields that are empty: an answer of calls alone has no content, or an empty one."""
     return {key: value for key, value in message.items() if value}
