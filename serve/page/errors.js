@@ -2,6 +2,8 @@
 
 const TRY_AGAIN = "Regenerate the answer in a moment.";
 const BY_CODE = {
+  unreached: "See whether it runs, then regenerate the answer.",
+  broken: TRY_AGAIN,
   context_length_exceeded: "Begin a new chat, or edit an earlier question, which drops what follows.",
   engine_dead: "It must be started anew.",
   unknown_host: "Open the page by one of the server's own names.",
@@ -23,14 +25,11 @@ export class ServerError extends Error {
   }
 }
 
-export const BROKEN = "The server closed the stream before its end.";
+export const unreached = () => new ServerError({ message: "The server cannot be reached.", code: "unreached" });
+export const broken = () => new ServerError({ message: "The server closed the stream before its end.", code: "broken" });
 
 /** The error for its reader. */
-export function inWords(error) {
-  if (error instanceof TypeError) return "The server cannot be reached. See whether it runs, then regenerate the answer.";
-  if (error.message === BROKEN) return `${BROKEN} ${TRY_AGAIN}`;
-  const advice = BY_CODE[error.code] ?? BY_STATUS[error.status];
-  return advice ? `${sentence(error.message)} ${advice}` : error.message;
+export function inWords({ message, code, status }) {
+  const advice = BY_CODE[code] ?? BY_STATUS[status];
+  return advice ? `${message}${/[.!?]$/.test(message) ? "" : "."} ${advice}` : message;
 }
-
-const sentence = (text) => (/[.!?]$/.test(text) ? text : `${text}.`);

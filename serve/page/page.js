@@ -60,7 +60,8 @@ function copyTurn(view, button) {
 async function regenerate(view) {
   const number = chat.indexOf(view);
   const later = chat.current().turns.length - number - 1;
-  if (chat.isBusy() || (later && !(await confirmed(`This drops ${turns(later)} below.`, "Regenerate")))) return;
+  if (later && !(await confirmed(`This drops ${turns(later)} below.`, "Regenerate"))) return;
+  chat.leave();
   $("chat").focus();
   run(() => chat.askAgain(number));
 }
@@ -72,8 +73,9 @@ async function editTurn(view) {
   const drops = later ? `Sending it drops ${turns(later)} below.` : "";
   const words = isAnswer ? { word: "Keep", hint: "Nothing is sent." } : { word: "Send", hint: drops };
   const text = await edit(view, turn.content, words);
-  if (text === null || chat.isBusy() || turnOf(view) !== turn) return;
+  if (text === null || turnOf(view) !== turn) return;
   if (isAnswer) return chat.correct(number, text);
+  chat.leave();
   $("chat").focus();
   run(() => chat.rewrite(number, text));
 }
@@ -155,7 +157,10 @@ function follow(event) {
 
 $("ask").addEventListener("submit", submit);
 $("question").addEventListener("keydown", sendOnEnter);
-$("stop").addEventListener("click", chat.stop);
+$("stop").addEventListener("click", () => {
+  chat.stop();
+  $("question").focus(); // the button will be gone
+});
 $("examples").addEventListener("click", ({ target }) => target.matches("button") && ask(target.textContent));
 $("chat").addEventListener("click", act);
 $("chat").addEventListener("submit", giveResults);

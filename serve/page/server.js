@@ -1,6 +1,6 @@
 // Calls to the server: the API key, errors, streams of events.
 
-import { BROKEN, ServerError } from "./errors.js";
+import { ServerError, broken, unreached } from "./errors.js";
 import { session } from "./storage.js";
 
 const dialog = document.getElementById("key-dialog");
@@ -9,7 +9,7 @@ let asking = null; // the promise of a key that is being typed
 /** The response to a request, which asks for an API key where the server wants one. Throws its error. */
 export async function call(path, { body, signal } = {}) {
   const used = session.getItem("key");
-  const response = await fetch(path, { ...request(body, used), signal });
+  const response = await fetch(path, { ...request(body, used), signal }).catch(asUnreached);
   if (response.status === 401) {
     if (session.getItem("key") === used) await (asking ??= askKey());
     return call(path, { body, signal });
@@ -23,8 +23,8 @@ export async function* chunks(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { value, done } = await reader.read();
-    if (done) throw new Error(BROKEN);
+    const { value, done } = await reader.read().catch(asUnreached);
+    if (done) throw broken();
     const lines = (rest + value).split("\n");
     rest = lines.pop();
     for (const line of lines) {
@@ -41,6 +41,11 @@ function request(body, key) {
   const headers = key ? { Authorization: `Bearer ${key}` } : {};
   if (body === undefined) return { headers };
   return { method: "POST", headers: { ...headers, "Content-Type": "application/json" }, body: JSON.stringify(body) };
+}
+
+/** Throws an error of the network in our words, and that of who aborted as it is. */
+function asUnreached(error) {
+  throw error instanceof TypeError ? unreached() : error;
 }
 
 function askKey() {

@@ -249,16 +249,15 @@ def test_what_cannot_be_read_is_left_out_and_forgotten_with_the_rest(modules: Pa
 
 @node.needs_node
 def test_errors_say_what_to_do(modules: Path):
-    script = """import { BROKEN, ServerError, inWords } from "./errors.js";
-    return [new TypeError("Failed to fetch"), new Error(BROKEN), ...errors.map((each) => new ServerError(...each))]
-        .map(inWords);"""
+    script = """import { ServerError, broken, inWords, unreached } from "./errors.js";
+    return [unreached(), broken(), ...errors.map((each) => new ServerError(...each))].map(inWords);"""
     errors = [
         [{"message": "too long", "code": "context_length_exceeded"}, 400],
         [{"message": "3 completions are under way."}, 429],
         [{"message": "odd"}],
     ]
-    unreached, broken, long, full, odd = node.run(modules, script, errors=errors)
-    assert "See whether it runs" in unreached and "Regenerate" in broken
+    gone, broken, long, full, odd = node.run(modules, script, errors=errors)
+    assert "See whether it runs" in gone and "Regenerate" in broken
     assert long.startswith("too long. Begin a new chat") and odd == "odd"
     assert full == "3 completions are under way. The server is full. Regenerate the answer in a moment."
 
