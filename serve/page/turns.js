@@ -9,6 +9,7 @@ export function viewOf(turn) {
   const view = clone("turn");
   view.classList.add(turn.role);
   view.querySelector("h2").textContent = headingOf(turn);
+  if (turn.role !== "assistant") view.querySelector(".again").remove();
   draw(view, turn);
   return view;
 }

@@ -201,3 +201,25 @@ def test_what_to_ask_is_the_servers_to_say(server: Running, page: chromium.Tab, 
         click(page, "li:last-child > button")
         finished(page)
         assert last(page, ".text") == "Ann 23, Bob 10, Cid 29"
+
+
+def test_an_earlier_turn_may_be_sent_anew_while_the_model_answers(server: Running, page: chromium.Tab):
+    ask(page, "Sort: 2 1")
+    page.run(ENDLESS)
+    ask(page, "Hello", waits=False)
+    page.wait("document.querySelector('article:last-child .text').textContent.length > 20")
+    page.run("document.querySelector('#max-tokens').value = 2")
+    click(page, ".again")
+    click(page, "#confirm [value=yes]")
+    page.wait(f"{NUM_TURNS} === 2")
+    finished(page)
+    assert roles(page) == ["user", "assistant"] and "2 tokens" in last(page, "footer span")
+    server.wait_until_idle()
+
+
+def test_a_server_that_is_gone_is_an_error_in_words(page: chromium.Tab):
+    page.run("window.fetch = async () => { throw new TypeError('Failed to fetch'); }")
+    ask(page, "Hello")
+    words = "The server cannot be reached. See whether it runs, then regenerate the answer."
+    assert last(page, ".error") == words == page.run("document.querySelector('#said').textContent")
+    page.wait("document.querySelector('#brief').textContent === 'The server cannot be reached.'")
