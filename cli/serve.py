@@ -16,6 +16,7 @@ from qkv_engine.errors import ConfigError, QKVError, remedy_of_extra
 from qkv_engine.sizes import parse_size
 
 from . import common
+from .demo_questions import QUESTIONS
 from .log import JSON, TEXT, note
 from .model import check_shape
 
@@ -196,7 +197,9 @@ def _sites(args: argparse.Namespace) -> dict[str, Any]:
     from qkv_engine.serve.hosts import check_origin
 
     hosts, origins = [args.host, *(args.allow_host or ())], [check_origin(url) for url in args.allow_origin or ()]
-    return {"allow_origins": origins, "allow_hosts": hosts, "page": not args.no_page}
+    is_demo = args.shape is None and args.model is None
+    examples = QUESTIONS if is_demo else ()
+    return {"allow_origins": origins, "allow_hosts": hosts, "page": not args.no_page, "examples": examples}
 
 
 def _is_loopback(host: str) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Collection, Sequence
-from typing import Any
 from uuid import uuid4
 
 from anyio import to_thread
@@ -37,6 +36,7 @@ from .generate import GenerationRequest, frontend_of, generate, json_response
 from .hosts import Hosts
 from .keys import Keys, authorization_of
 from .limits import Limits
+from .model_card import model_card
 from .openapi import openapi_route
 from .page import page_routes
 from .tools import for_template
@@ -56,16 +56,19 @@ def make_app(
     allow_origins: Sequence[str] = (),
     allow_hosts: Sequence[str] = (),
     page: bool = True,
+    examples: Sequence[str] = (),
     admin_key: str | None = None,
 ) -> Starlette:
     """The application over ``engine``, which it does not close, for a model that clients call by ``names``.
 
     ``allow_origins`` are sites whose pages may call it from a browser. ``allow_hosts`` are the server's names beside
-    "localhost" and IP addresses; with keys any name will do. ``page`` adds the chat at ``/``.
+    "localhost" and IP addresses; with keys any name will do. ``page`` adds the chat at ``/``,
+    which offers ``examples`` of questions that suit the model.
     ``admin_key`` is asked of who changes the engine; without one nobody can.
     """
     keys = Keys() if keys is None else keys
-    frontend = Frontend(engine, names, Limits() if limits is None else limits, num_tenants=keys.num_tenants)
+    limits = Limits() if limits is None else limits
+    frontend = Frontend(engine, names, limits, num_tenants=keys.num_tenants, examples=examples)
     pages, hosts = page_routes() if page else [], Hosts(allow_hosts)
     dialects = [*responses_routes(ResponseStore(frontend.limits.response_memory)), *messages_routes()]
     guarded = admin_routes(admin_key)  # by a key of their own
@@ -177,19 +180,14 @@ async def completions(request: Request) -> Response:
 async def models(request: Request) -> Response:
     """``GET /v1/models``: the model, once for each of its names."""
     frontend = frontend_of(request)
-    return json_response({"object": "list", "data": [_card(frontend, name) for name in frontend.names]})
+    return json_response({"object": "list", "data": [model_card(frontend, name) for name in frontend.names]})
 
 
 async def model(request: Request) -> Response:
     """``GET /v1/models/NAME``: the model, if it has that name."""
     frontend = frontend_of(request)
     frontend.check_model(name := request.path_params["name"])
-    return json_response(_card(frontend, name))
-
-
-def _card(frontend: Frontend, name: str) -> dict[str, Any]:
-    owner = {"id": name, "object": "model", "created": frontend.created, "owned_by": "qkv-engine"}
-    return owner | {"root": frontend.name, "max_model_len": frontend.engine.max_model_len}
+    return json_response(model_card(frontend, name))
 
 
 async def tokenize(request: Request) -> Response:

@@ -33,9 +33,20 @@ OnOutput = Callable[[int, RequestOutput], Awaitable[None]]
 class Frontend:
     """An engine behind names and limits. One event loop uses it."""
 
-    def __init__(self, engine: Engine, names: Sequence[str], limits: Limits, *, num_tenants: int = 1):
-        """``names`` are those that a body's ``model`` may have; the first is the one that answers have."""
-        self.engine, self.names, self.limits = engine, names, limits
+    def __init__(
+        self,
+        engine: Engine,
+        names: Sequence[str],
+        limits: Limits,
+        *,
+        num_tenants: int = 1,
+        examples: Sequence[str] = (),
+    ):
+        """``names`` are those that a body's ``model`` may have; the first is the one that answers have.
+
+        ``examples`` are questions that suit the model, for people who try it.
+        """
+        self.engine, self.names, self.limits, self.examples = engine, names, limits, examples
         self.metrics = Metrics(engine, names[0])
         self.created = int(time.time())
         self.seats, self.threads = Seats(limits.max_requests, is_shared=num_tenants > 1), FairThreads()

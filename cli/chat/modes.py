@@ -15,6 +15,7 @@ from qkv_engine import __version__
 from qkv_engine.errors import EngineDeadError, QKVError
 
 from .. import common
+from ..demo_questions import QUESTIONS
 from .commands import LeaveChat, parse_command, run_command
 from .log import HeldLog, held_log
 from .render import PlainReply, RawReply, TerminalReply, ThinkMode
@@ -22,8 +23,6 @@ from .shell import Shell
 
 if TYPE_CHECKING:
     from .session import Conversation, Turn
-
-_TRY = "Try: What is 47*86?"  # the demo model answers little else than such questions
 
 
 def chat_on_screen(talk: Conversation, think: ThinkMode, *, raw: bool) -> int:
@@ -154,5 +153,5 @@ def _greet(shell: Shell) -> None:
     if shell.think is ThinkMode.OFF and not shell.conversation.can_skip_thinking:
         shell.say("this model's template cannot turn thinking off, so it is only hidden")
     if model == common.DEMO:
-        shell.say(_TRY)
+        shell.say(f"Try: {QUESTIONS[0]}")
     shell.console.print()

@@ -12,6 +12,7 @@ import msgspec
 
 from qkv_engine.errors import CapacityError, QKVError, RequestError
 from qkv_engine.sizes import format_size
+from qkv_engine.text.chat_messages import THINKING_SWITCH
 
 from ..text import sanitize
 
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from qkv_engine.text.tokenizer import Tokenizer
 
 Message = dict[str, str]
-
-_THINKING_SWITCH = "enable_thinking"  # the variable by which Qwen3's template and others turn thinking off
 
 _STATS_INTERVAL = 0.1  # seconds between two looks at the engine's counters while a reply streams
 
@@ -112,7 +111,7 @@ class Conversation:
     @property
     def can_skip_thinking(self) -> bool:
         """Whether the model's chat template has a switch for thinking."""
-        return _THINKING_SWITCH in (_tokenizer(self.engine).chat_template or "")
+        return THINKING_SWITCH in (_tokenizer(self.engine).chat_template or "")
 
     def num_tokens(self, question: str = "") -> int:
         """Tokens of the prompt that the conversation makes, with ``question`` as its next message if there is one."""
@@ -159,7 +158,7 @@ class Conversation:
 
     @property
     def _template_kwargs(self) -> dict[str, Any] | None:
-        return {_THINKING_SWITCH: False} if self.no_thinking else None
+        return {THINKING_SWITCH: False} if self.no_thinking else None
 
     def _prompt(self, history: list[Message], question: str) -> list[dict[str, Any]]:
         system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []

@@ -15,6 +15,8 @@ MAX_DEPTH = 64  # levels of lists and dicts in one value
 MAX_CHARS = 1 << 23  # of all messages, or of all template arguments; copying them takes about a second
 VALUE_CHARS = 32  # that each value counts for, beside its own characters
 RESERVED = ("messages", "self")  # variables that a caller may not set
+THINKING_SWITCH = "enable_thinking"  # the variable by which Qwen3's template and others turn thinking off
+TOOLS = "tools"  # the variable that templates show to models which call tools
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing; templates read the first two
 _REMEDY = 'Use a list such as [{"role": "user", "content": "Hello"}]'
 

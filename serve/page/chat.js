@@ -1,132 +1,159 @@
-// The conversation: questions, answers as they come, and how precisely the server kept them.
+// The conversation that is shown: its turns, and the answer under way.
 
-import { show } from "./markdown.js";
+import { chatBody } from "./bodies.js";
+import { newAnswer, take, waitingCalls } from "./conversation.js";
+import { $ } from "./elements.js";
+import { inWords } from "./errors.js";
+import { model } from "./model.js";
 import { call, chunks } from "./server.js";
+import * as settings from "./settings.js";
+import { draw, mark, viewOf } from "./turns.js";
 
-const KEPT = "conversation"; // name of what a reload of the tab finds again
-const log = document.getElementById("chat");
-const turns = []; // { role, content, view }, answers with their reasoning and note, too
-let running = null; // the AbortController of the answer under way
+const NOT_RUN = "The tool was not run."; // what a call gives whose result nobody waits for
+const log = $("chat");
+let chat = null;
+let running = null; // { turn, control } of the answer under way
+let keep = () => {}; // what is done with a conversation that has changed
 
+export const current = () => chat;
 export const isBusy = () => running !== null;
-export const stop = () => running?.abort();
+export const stop = () => running?.control.abort();
+export const indexOf = (view) => [...log.children].indexOf(view);
 
-/** Adds a question and streams its answer. `settings` are fields of the request. */
-export async function ask(question, settings) {
-  add("user", question);
-  await answer(settings);
+/** `onChange` is called with a conversation that has changed. */
+export function start(onChange) {
+  keep = onChange;
 }
 
-/** Answers the last question anew. */
-export async function askAgain(settings) {
-  if (turns.at(-1)?.role === "assistant") turns.pop().view.remove();
-  await answer(settings);
+/** Shows a conversation in the place of that before, whose answer ends where it is. */
+export function open(next) {
+  leave();
+  chat = next;
+  log.replaceChildren(...chat.turns.map(viewOf));
+  settle();
+  settings.show(chat.settings);
+  log.scrollTop = log.scrollHeight;
 }
 
-/** Takes back the question of a view and all after it; returns its text. */
-export function takeBack(view) {
-  const taken = turns.splice(turns.findIndex((turn) => turn.view === view));
-  for (const turn of taken) turn.view.remove();
-  keep();
-  return taken[0].content;
-}
-
-export const contentOf = (view) => turns.find((turn) => turn.view === view).content;
-
-export function clear() {
+/** Ends the answer under way at once, and keeps what has come. */
+export function leave() {
+  if (!running) return;
   stop();
-  turns.length = 0;
-  log.replaceChildren();
-  keep();
+  running.turn.note = ["stopped"];
+  finish();
 }
 
-/** Shows the conversation that the tab had before it was loaded anew. */
-export function restore() {
-  for (const { role, content, reasoning, words } of JSON.parse(sessionStorage.getItem(KEPT) ?? "[]")) {
-    const turn = Object.assign(add(role, content), { reasoning });
-    if (role !== "assistant") continue;
-    turn.view.classList.remove("running");
-    draw(turn);
-    note(turn, words ?? ["stopped"]);
-  }
+/** Adds a question and streams its answer. Calls that wait for results have none then. */
+export async function ask(question) {
+  addResults(() => NOT_RUN);
+  add({ role: "user", content: question });
+  await answer();
 }
 
-function keep() {
-  try {
-    const plain = turns.map(({ role, content, reasoning, words }) => ({ role, content, reasoning, words }));
-    sessionStorage.setItem(KEPT, JSON.stringify(plain));
-  } catch {
-    sessionStorage.removeItem(KEPT); // longer than the browser keeps
-  }
+/** Adds the results of the calls that wait, and goes on. */
+export async function giveResults(results) {
+  addResults((_, number) => results[number]);
+  await answer();
 }
 
-async function answer({ system, ...settings }) {
-  const messages = turns.filter(({ content }) => content).map(({ role, content }) => ({ role, content }));
-  if (system) messages.unshift({ role: "system", content: system });
-  const turn = add("assistant", "");
-  const own = (running = new AbortController());
+/** Answers anew, in the place of the answer of this number and all that follows. */
+export async function askAgain(number) {
+  dropFrom(number);
+  await answer();
+}
+
+/** Puts `content` in the place of a question or a result, and answers in the place of all that follows. */
+export async function rewrite(number, content) {
+  change(number, content);
+  dropFrom(number + 1);
+  await answer();
+}
+
+/** Puts `content` in the place of an answer's text. */
+export function correct(number, content) {
+  change(number, content);
+  keep(chat);
+}
+
+function change(number, content) {
+  chat.turns[number].content = content;
+  draw(log.children[number], chat.turns[number]);
+}
+
+function dropFrom(number) {
+  chat.turns.length = Math.min(chat.turns.length, number);
+  while (log.children.length > chat.turns.length) log.lastChild.remove();
+}
+
+function addResults(resultOf) {
+  const calls = waitingCalls(chat);
+  calls.forEach(({ id, name }, number) => add({ role: "tool", callId: id, name, content: resultOf(name, number) }));
+}
+
+function add(turn) {
+  chat.turns.push(turn);
+  log.append(viewOf(turn));
+  keep(chat);
+  log.scrollTop = log.scrollHeight;
+  return turn;
+}
+
+async function answer() {
+  chat.settings = settings.read();
+  const turn = add(newAnswer());
+  const own = (running = { turn, control: new AbortController() });
   const begin = performance.now();
-  log.ariaBusy = true; // read out when it is whole
+  mark(log.lastChild, turn, { isRunning: true });
+  say("The model answers.");
   try {
-    const end = await stream(turn, { ...settings, messages }, own.signal);
-    note(turn, describe(end, (performance.now() - begin) / 1000));
+    const end = await stream(turn, own.control.signal);
+    turn.note = describe(end, (performance.now() - begin) / 1000);
   } catch (error) {
-    if (own.signal.aborted) note(turn, ["stopped"]);
-    else fail(turn, error.message);
-  } finally {
-    turn.view.classList.remove("running");
-    log.ariaBusy = false;
-    if (running === own) running = null;
-    keep();
+    if (own.control.signal.aborted) turn.note = ["stopped"];
+    else turn.error = inWords(error);
   }
+  if (running === own) finish(); // else another conversation was opened
+}
+
+function finish() {
+  const { turn } = running;
+  running = null;
+  draw(log.lastChild, turn);
+  settle();
+  keep(chat);
+  say(turn.error || `${turn.content} ${turn.note.includes("stopped") ? "Stopped." : ""}`);
+}
+
+/** Lets the calls of the last answer wait for results. */
+function settle() {
+  if (chat.turns.length) mark(log.lastChild, chat.turns.at(-1), { isRunning: false });
 }
 
 /** Shows the answer as it comes; returns its usage and the reason of its end. */
-async function stream(turn, fields, signal) {
-  const body = { ...fields, stream: true, stream_options: { include_usage: true } };
-  const end = { usage: null, reason: null };
-  turn.reasoning = "";
+async function stream(turn, signal) {
+  const asked = chatBody({ ...chat, turns: chat.turns.slice(0, -1) }, model());
+  const body = { ...asked, stream: true, stream_options: { include_usage: true } };
+  const [end, view] = [{ usage: null, reason: null }, log.lastChild];
   let frame = 0;
   const redraw = () => {
     frame = 0;
-    draw(turn);
+    const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40; // who has scrolled up reads on there
+    draw(view, turn);
+    if (isAtEnd) log.scrollTop = log.scrollHeight;
   };
   try {
     for await (const chunk of chunks(await call("v1/chat/completions", { body, signal }))) {
       const choice = chunk.choices[0];
-      turn.content += choice?.delta.content ?? "";
-      turn.reasoning += choice?.delta.reasoning_content ?? "";
+      take(turn, choice?.delta ?? {});
       end.reason = choice?.finish_reason ?? end.reason;
       end.usage = chunk.usage ?? end.usage;
       frame ||= requestAnimationFrame(redraw);
     }
   } finally {
     cancelAnimationFrame(frame);
-    draw(turn);
+    redraw();
   }
   return end;
-}
-
-function add(role, content) {
-  const view = document.getElementById("turn").content.firstElementChild.cloneNode(true);
-  view.classList.add(role);
-  if (role === "assistant") view.classList.add("running");
-  const turn = { role, content, view };
-  turns.push(turn);
-  log.append(view);
-  if (role === "user") view.querySelector(".text").textContent = content;
-  keep();
-  log.scrollTop = log.scrollHeight;
-  return turn;
-}
-
-function draw({ view, content, reasoning }) {
-  const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40; // who has scrolled up reads on there
-  show(view.querySelector(".text"), content);
-  const thoughts = view.querySelector("details");
-  thoughts.hidden = !reasoning;
-  thoughts.querySelector("p").textContent = reasoning;
-  if (isAtEnd) log.scrollTop = log.scrollHeight;
 }
 
 function describe({ usage, reason }, seconds) {
@@ -136,14 +163,7 @@ function describe({ usage, reason }, seconds) {
   return words;
 }
 
-function note(turn, words) {
-  turn.words = words;
-  turn.view.querySelector("footer span").textContent = words.join(" · ");
-}
-
-function fail({ view }, message) {
-  const shown = Object.assign(document.createElement("p"), { className: "error", textContent: message });
-  shown.setAttribute("role", "alert");
-  view.querySelector("footer").before(shown);
-  log.scrollTop = log.scrollHeight;
+/** Tells those who hear the page: once the answer is whole, not each token. */
+function say(text) {
+  $("said").textContent = text;
 }

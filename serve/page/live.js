@@ -1,6 +1,8 @@
 // The server's figures, read once a second while the page is seen.
 
+import { $ } from "./elements.js";
 import { call } from "./server.js";
+import { offerFloors } from "./settings.js";
 
 const SECONDS = 60; // of the curve of throughput
 const PATIENCE = 10_000; // milliseconds for an answer
@@ -8,14 +10,16 @@ const PATIENCE = 10_000; // milliseconds for an answer
 const COLORS = ["#1b3a5c", "#2f7ebc", "#8cc7c1", "#f2c14e", "#e4632d", "#9c1c28"];
 const [MOST_BITS, FEWEST_BITS] = [16, 2];
 
-const $ = (id) => document.getElementById(id);
 const speeds = [];
 let before = null;
 let timer = 0;
 let isReading = false;
+let known = null; // name of the model that was read about
+let readModel = async () => {};
 
-/** Reads the figures now and every second, and stops while nobody sees them. */
-export function start() {
+/** Reads the figures now and every second, and stops while nobody sees them. `onModel` reads about another model. */
+export function start(onModel) {
+  readModel = onModel;
   document.addEventListener("visibilitychange", poll);
   poll();
 }
@@ -36,7 +40,7 @@ async function poll() {
 
 async function hide() {
   $("live").hidden = true;
-  $("model").textContent = (await (await call("v1/models")).json()).data[0].id;
+  await readModel();
 }
 
 function draw(stats) {
@@ -44,9 +48,14 @@ function draw(stats) {
   drawMemory(stats);
   const speed = drawSpeed(stats);
   const free = size(stats.kv_bytes_total - stats.kv_bytes_used - stats.kv_bytes_cached);
-  $("model").textContent = stats.model;
+  if (stats.model !== known) learn(stats.model);
   $("brief").textContent = `${speed} tok/s, ${free} free`;
   offerFloors(Object.keys(stats.kv_rungs));
+}
+
+async function learn(name) {
+  known = name;
+  await readModel().catch(() => (known = null)); // the next figures try again
 }
 
 function drawBlocks({ kv_rungs, kv_blocks, num_running }) {
@@ -99,11 +108,6 @@ function bar(parent, parts, words = String) {
     return part;
   }));
   parent.setAttribute("aria-label", parts.map(([name, amount]) => `${name}: ${words(amount)}`).join(", "));
-}
-
-function offerFloors(names) {
-  const select = $("floor");
-  if (select.options.length === 1) select.append(...names.map((name) => new Option(name, name)));
 }
 
 function colorOf(bits) {

@@ -16,6 +16,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+from qkv_engine.cli.demo_questions import QUESTIONS
 from qkv_engine.cli.log import configure_logging
 from qkv_engine.cli.main import _parse, main
 from qkv_engine.cli.serve import _keys, _log_to_stderr, _sites
@@ -141,7 +142,9 @@ def test_keys_of_the_command_line_and_of_a_file_are_apart(tmp_path: Path):
 def test_sites_are_those_that_the_options_name():
     words = ["serve", "--allow-host", "ours.example", "--allow-origin", "https://theirs.example"]
     sites = {"allow_origins": ["https://theirs.example"], "allow_hosts": ["127.0.0.1", "ours.example"], "page": True}
-    assert _sites(_parse(words)) == sites
+    assert _sites(_parse(words)) == {**sites, "examples": QUESTIONS}
+    for model in (["a/folder"], ["--shape", "llama-3.1-8b"]):  # are no demo model
+        assert _sites(_parse([*words, *model])) == {**sites, "examples": ()}
     assert not _sites(_parse(["serve", "--no-page"]))["page"]
 
 

@@ -65,9 +65,9 @@ class Tab:
         self.wait(f"location.href.startsWith({url!r}) && document.readyState === 'complete'")
         self.complaints.clear()
 
-    def press(self, key: str, code: int, text: str = "") -> None:
-        """A key, by its name, its code and the text that it makes."""
-        fields = {"key": key, "windowsVirtualKeyCode": code}
+    def press(self, key: str, code: int, text: str = "", *, shift: bool = False) -> None:
+        """A key, by its name, its code and the text that it makes, with the Shift key or without."""
+        fields = {"key": key, "windowsVirtualKeyCode": code, "modifiers": 8 * shift}
         self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **fields)
         self.call("Input.dispatchKeyEvent", type="keyUp", **fields)
 

@@ -9,6 +9,7 @@ import pytest
 
 from qkv_engine import Engine
 
+from . import chromium
 from .running import Running, running
 
 
@@ -36,3 +37,9 @@ def _leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "server" in request.fixturenames:
         request.getfixturevalue("server").wait_until_idle()
+
+
+@pytest.fixture(scope="module")
+def tab() -> Iterator[chromium.Tab]:
+    with chromium.chromium() as found:
+        yield found

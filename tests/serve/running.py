@@ -73,6 +73,7 @@ def running(
     allow_origins: Sequence[str] = (),
     allow_hosts: Sequence[str] = (),
     page: bool = True,
+    examples: Sequence[str] = (),
     send_buffer: int | None = None,
     admin_key: str | None = None,
 ) -> Iterator[Running]:
@@ -82,7 +83,8 @@ def running(
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     sites = {"allow_origins": allow_origins, "allow_hosts": allow_hosts}
     limits = Limits() if limits is None else limits
-    app = make_app(engine, names, limits=limits, keys=keys, page=page, admin_key=admin_key, **sites)
+    options = {"page": page, "examples": examples, "admin_key": admin_key}
+    app = make_app(engine, names, limits=limits, keys=keys, **options, **sites)
     server = Server(app, sock, limits)
     url = url_of(sock)
     thread = threading.Thread(target=server.run)

@@ -38,10 +38,10 @@ def call_text(name: str, **arguments: object) -> str:
 
 
 @contextmanager
-def calling(folder: Path) -> Iterator[Running]:
-    """A server over the demo model with a template that has tools, made in ``folder``."""
+def calling(folder: Path, *, before: str = "") -> Iterator[Running]:
+    """A server over the demo model with a template that has tools, made in ``folder``, and ``before`` it more."""
     shutil.copytree(DEMO, folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "chat_template.jinja").write_text(before + TEMPLATE)
     engine = Engine(str(folder), kv="fp32", kv_memory="128MiB", max_num_seqs=8)
     with engine, running(engine) as server:
         yield server

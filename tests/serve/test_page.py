@@ -11,8 +11,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
+from qkv_engine.cli.demo_questions import QUESTIONS
 from qkv_engine.serve.metrics import Metrics
 from qkv_engine.serve.server import bind
 
@@ -64,6 +66,16 @@ def test_the_programs_run(port: str):
         with contextlib.redirect_stdout(shown):
             exec(compile(block.code.replace(PORT, port), PAGE.name, "exec"), {})
         assert shown.getvalue().strip() == "\n".join(re.findall(r"# (.+)$", block.code, re.MULTILINE))
+
+
+def test_the_demo_model_offers_questions_that_it_answers_right(port: str):
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}/v1/", timeout=60) as client:
+        (card,) = client.get("models").json()["data"]
+        assert card["examples"] == list(QUESTIONS)
+        bodies = [{"messages": [{"role": "user", "content": question}]} for question in card["examples"]]
+        answers = [client.post("chat/completions", json=body).json()["choices"][0]["message"] for body in bodies]
+    right = ["4042", "9 25 62 178 310 540", "0815", "Ann 23, Bob 10, Cid 29"]
+    assert [answer["content"] for answer in answers] == right
 
 
 def test_the_table_has_every_metric(server: Running):

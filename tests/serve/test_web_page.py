@@ -16,21 +16,15 @@ from qkv_engine.serve.keys import Keys
 from qkv_engine.serve.page import FOLDER
 
 from . import chromium
+from .page_steps import ENDLESS, ask, finished, last, needs_chromium
 from .running import HELLO, Running, running
 
 KEY = "a-secret-key"
-needs_chromium = pytest.mark.skipif(chromium.PROGRAM is None, reason="needs chromium")
 
 
 @pytest.fixture(scope="module")
 def guarded(demo_engine: Engine) -> Iterator[Running]:
     with running(demo_engine, keys=Keys([("me", KEY)])) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def tab() -> Iterator[chromium.Tab]:
-    with chromium.chromium() as found:
         yield found
 
 
@@ -147,40 +141,6 @@ def test_a_conversation_in_chromium(server: Running, tab: chromium.Tab):
 
 
 @needs_chromium
-def test_a_conversation_outlives_a_reload_and_is_edited(server: Running, tab: chromium.Tab):
-    tab.show_as(1200, 800)
-    tab.open(server.url)
-    tab.run("document.querySelector('#new').click()")
-    tab.run("document.querySelector('#example').click()")
-    finished(tab)
-    assert (
-        last(tab, ".text") == "4042" and tab.run("getComputedStyle(document.querySelector('#empty')).display") == "none"
-    )
-    shown = "[...document.querySelectorAll('article')].map((each) => each.innerText)"
-    before = tab.run(shown)
-    tab.open(server.url)
-    tab.wait("document.querySelectorAll('article').length === 2")
-    assert tab.run(shown) == before
-    tab.run("document.querySelector('article.user .edit').click()")
-    assert tab.run("[document.querySelectorAll('article').length, document.querySelector('#question').value]") == [
-        0,
-        "What is 47*86?",
-    ]
-    tab.run("document.querySelector('#question').value = ''")
-    tab.run(SENT)
-    tab.run("document.querySelector('#system').value = 'Be brief.'; document.querySelector('#thinking').value = 'off'")
-    ask(tab, "What is 12+30?")
-    body = json.loads(tab.run("sent.at(-1)"))
-    assert [message["role"] for message in body["messages"]] == ["system", "user"] and "system" not in body
-    assert body["chat_template_kwargs"] == {"enable_thinking": False}
-    tab.run("navigator.clipboard.writeText = async (text) => (window.copied = text)")
-    tab.run("document.querySelector('article.assistant .copy').click()")
-    assert tab.wait("window.copied") == last(tab, ".text")
-    tab.run("document.querySelector('#new').click()")
-    assert tab.complaints == []
-
-
-@needs_chromium
 def test_figures_are_read_out_in_words(server: Running, tab: chromium.Tab):
     server.openai.completions.create(model="demo", prompt="a " * 600, max_tokens=1)
     tab.open(server.url)
@@ -252,7 +212,7 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(guarded: Running, tab: chromium.
         tab.wait(f"sessionStorage.key && sessionStorage.getItem('key') === {key!r}")
     ask(tab, "What is 47*86?")
     assert last(tab, ".text") == "4042"
-    assert tab.run("[localStorage.length, document.cookie]") == [0, ""]
+    assert tab.run("document.cookie") == "" and KEY not in tab.run("JSON.stringify(localStorage)")
 
 
 @needs_chromium
@@ -269,30 +229,3 @@ def test_text_never_becomes_markup(server: Running, tab: chromium.Tab):
     assert shown.endswith('<pre data-language="js"><code>&lt;script&gt;x&lt;/script&gt;\n</code></pre>'), shown
     with pytest.raises(AssertionError, match="TrustedHTML"):
         tab.run("document.body.innerHTML = '<p>'")
-
-
-# Each request of the tab asks for more than any answer has, so that there is time to stop it.
-ENDLESS = """(() => { const fetch_ = fetch; window.fetch = (url, options) => fetch_(url, options?.body
-    ? { ...options, body: JSON.stringify({ ...JSON.parse(options.body), ignore_eos: true }) } : options); })()"""
-
-
-# The bodies of the tab's requests.
-SENT = """window.sent = []; (() => { const fetch_ = fetch; window.fetch = (url, options) => {
-    if (options?.body) sent.push(options.body); return fetch_(url, options); }; })()"""
-
-
-def ask(tab: chromium.Tab, question: str, *, waits: bool = True) -> None:
-    """Types a question, and waits for the end of its answer."""
-    tab.run("document.querySelector('#question').focus()")
-    tab.type(question)
-    tab.press("Enter", 13, "\r")
-    if waits:
-        finished(tab)
-
-
-def finished(tab: chromium.Tab) -> None:
-    tab.wait("document.querySelector('article.assistant:last-child:not(.running)') && true")
-
-
-def last(tab: chromium.Tab, selector: str) -> str:
-    return tab.run(f"document.querySelector('article:last-child {selector}')?.innerText ?? ''")
