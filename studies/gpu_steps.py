@@ -121,9 +121,11 @@ def _step(engine: FilledEngine, batch: int, context: int, weights: Weights) -> S
 def prompts(machine: Machine, shape: str, number: int, length: int, weights: str | None = None) -> tuple[float, float]:
     """Seconds of ``number`` prompts with a token each, and the least that products need. The second of two rounds."""
     length, number = machine.tokens(length), machine.requests(number)
-    options = {"model": machine.shape(shape), "load_format": "random", "kv": "bf16", "dtype": "bfloat16"}
     with Engine(
-        **options,
+        model=machine.shape(shape),
+        load_format="random",
+        kv="bf16",
+        dtype="bfloat16",
         weights=weights,
         device=machine.device,
         kv_memory=machine.memory("30GiB"),
@@ -157,7 +159,8 @@ def spectral(folder: Path, machine: Machine, shape: str, k: str, v: str) -> KVCo
     config, generator = machine.config(shape), torch.Generator().manual_seed(0)
 
     def matrices(heads: int, size: int) -> torch.Tensor:
-        return torch.linalg.qr(torch.randn(heads, size, size, generator=generator))[0].contiguous()
+        rotated: torch.Tensor = torch.linalg.qr(torch.randn(heads, size, size, generator=generator))[0]
+        return rotated.contiguous()
 
     sizes = [(spec.num_kv_heads, spec.head_dim) for spec in config.attention]
     bases = [LayerBases(matrices(*size), matrices(*size), torch.ones(size), torch.ones(size)) for size in sizes]
