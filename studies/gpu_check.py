@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,8 @@ from .gpu_steps import Machine, ask, prompts, random_ids, spectral, steps, witho
 
 TESTS = Path(__file__).resolve().parents[1] / "tests/gpu"
 PAGE = ("graded-64x4", "graded-16x8")  # the average page of a plan of 1.5 code bits
+PYTEST = str(Path(sys.executable).with_name("pytest"))  # ``python -m`` would find our kernels/ for another package
+SOAK_SECONDS = "300"
 ALL = "80GiB"  # weights and KV, unless a part says else
 GB = 1e9
 
@@ -177,8 +180,9 @@ def free_nbytes(machine: Machine) -> int:
 
 
 def run_tests(path: Path, machine: Machine) -> Iterator[Figure]:
-    """The tests of a file that need a GPU."""
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "gpu", str(path)], check=False)
+    """The tests of a file that need a GPU; a soak among them is cut short."""
+    env = {"QKV_SOAK_SECONDS": SOAK_SECONDS, **os.environ}
+    done = subprocess.run([PYTEST, "-q", "-m", "gpu", str(path)], check=False, env=env)
     yield Figure(f"exit code of {path.name}", float(done.returncode), "", 0.0)
 
 
