@@ -66,7 +66,7 @@ GPU_FILES = --output $(RESULTS)/$(GPU)/$(@:gpu-%=%).jsonl --plot $(PICTURES)/$(G
 PAPERS := $(addprefix gpu-,kitty kitty-prefill kvmix kivi patternkv xquant pm-kvq)
 DECODE := $(addprefix gpu-decode-,2048 8192 32768)
 
-.PHONY: $(PAPERS) $(DECODE) gpu-pareto gpu-arrivals gpu-arrivals-below gpu-folders
+.PHONY: $(PAPERS) $(DECODE) gpu-pareto gpu-check gpu-arrivals gpu-arrivals-below gpu-folders
 bench-gpu: $(PAPERS) $(DECODE) gpu-pareto gpu-arrivals gpu-arrivals-below
 
 gpu-folders: .venv/.installed
@@ -85,9 +85,22 @@ $(DECODE): gpu-decode-%: gpu-folders
 	$(BIN)/qkv-engine bench --sampled --shape qwen3-8b --kv bf16,int8,int4,kivi-2,auto --batch-sweep 1..max \
 		--input-len $(shell expr $* - 256) --output-len 256 --memory 80GiB $(GPU_FILES)
 
-gpu-pareto: gpu-folders
+# Speed is that of the shape's own spectral plan, answers are the demo model's with its plan of as many bits.
+SPECTRAL := spectral-1.75.json
+TASKS := ledger:40,lookup:100,addition:10,sorting:40
+PARETO_KV = $(shell $(BIN)/python -c 'from qkv_engine.presets import main_presets; print(*main_presets(), sep=",")')
+
+gpu-pareto: gpu-folders $(SPECTRAL) demo-$(SPECTRAL)
 	$(BIN)/qkv-engine bench --pareto --sampled --shape qwen3-8b --input-len 7936 --output-len 256 --memory 80GiB \
-		--eval ledger:40,lookup:100,addition:10,sorting:40 --samples 100 $(GPU_FILES)
+		--kv $(PARETO_KV),$(SPECTRAL) --eval-plans demo-$(SPECTRAL) \
+		--eval $(TASKS) --samples 100 $(GPU_FILES)
+
+$(SPECTRAL) demo-$(SPECTRAL): .venv/.installed
+	$(BIN)/qkv-engine plan --method spectral $(if $(filter demo-%,$@),--task $(TASKS),--shape qwen3-8b) \
+		--budget 1.75bits --context 16777216 -o $@
+
+gpu-check: gpu-folders
+	$(BIN)/python -m studies.gpu_check --output $(RESULTS)/$(GPU)/check.jsonl
 
 plan.json: .venv/.installed
 	$(BIN)/qkv-engine plan --shape qwen3-8b --budget 3bits --rungs 12 -o $@

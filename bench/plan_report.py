@@ -9,7 +9,7 @@ from statistics import fmean
 
 import torch
 
-from qkv_engine.config import BLOCK_TOKENS
+from qkv_engine.config import BLOCK_TOKENS, RungConfig
 from qkv_engine.device.layouts import SIDES
 from qkv_engine.errors import CapacityError
 from qkv_engine.kernels.formats import PageShape, make_format
@@ -20,7 +20,9 @@ from qkv_engine.planner.budget import ladder_of
 from qkv_engine.planner.kvmix import KVmix
 from qkv_engine.planner.plan import KVPlan
 from qkv_engine.planner.pm_kvq import PMKVQ
-from qkv_engine.planner.predict import as_good, outlier_layers, predicted_loss
+from qkv_engine.planner.predict import as_good, outlier_layers, predicted_loss, spectral_loss
+from qkv_engine.planner.profile import Profile
+from qkv_engine.planner.spectral import error
 from qkv_engine.sizes import format_size
 
 from .table import Column, Table, from_rows
@@ -33,8 +35,8 @@ REFERENCE_K, REFERENCE_V = "int2-channel-128", "int2-token-128"  # whose sensiti
 class LayerRow:
     """A layer of a plan, K and V.
 
-    ``score``: mean gradient norms of W_k and W_v. ``nats``: sensitivity at 2 bits. ``k``, ``v``, ``bits``: format and
-    code bits at the floor. ``rungs``: code bits on every rung, widest first.
+    ``score``: mean gradient norms of W_k and W_v. ``nats``: sensitivity at 2 bits, or what these cost in bases. ``k``,
+    ``v``, ``bits``: format and code bits at the floor. ``rungs``: code bits on every rung, widest first.
     """
 
     layer: int
@@ -69,9 +71,7 @@ def layer_rows(plan: KVPlan) -> list[LayerRow]:
     number, profile, ladder = plan.model.num_layers, plan.profile, ladder_of(plan.config("plan"), plan.model)
     rungs = [ladder.stored(rung) for rung in range(len(ladder.names))]
     k, v = ([rung.formats(side, number) for rung in rungs] for side in SIDES)
-    reference = REFERENCE_V if isinstance(plan.settings, PMKVQ) else REFERENCE_K
-    k_nats = profile.sensitivities.k.get(reference, [None] * number)
-    v_nats = profile.sensitivities.v.get(REFERENCE_V, [None] * number)
+    k_nats, v_nats = _nats(plan)
     return [
         LayerRow(
             layer,
@@ -90,6 +90,15 @@ def layer_rows(plan: KVPlan) -> list[LayerRow]:
     ]
 
 
+def _nats(plan: KVPlan) -> list[Sequence[float | None]]:
+    """What K and V of each layer cost at 2 bits: sensitivities, or in a plan with bases what it was solved for."""
+    profile, unknown = plan.profile, [None] * plan.model.num_layers
+    if profile.spectra:
+        return [[error([2] * len(each), each) for each in side] for side in (profile.spectra.k, profile.spectra.v)]
+    reference = REFERENCE_V if isinstance(plan.settings, PMKVQ) else REFERENCE_K
+    return [profile.sensitivities.k.get(reference, unknown), profile.sensitivities.v.get(REFERENCE_V, unknown)]
+
+
 def rung_rows(plan: KVPlan, memory: int | None = None) -> list[RungRow]:
     """The rungs of ``plan``, widest first; ``memory`` is the cache in bytes whose capacity is told."""
     ladder = ladder_of(plan.config("plan"), plan.model)
@@ -99,12 +108,16 @@ def rung_rows(plan: KVPlan, memory: int | None = None) -> list[RungRow]:
         RungRow(
             name,
             ladder.effective_bits(number),
-            predicted_loss(ladder.stored(number), plan.profile),
+            _loss(ladder.stored(number), plan.profile),
             None if tables is None else tables.max_tokens(number, context=plan.profile.context),
             None if tables is None or context is None else tables.max_requests(context, number),
         )
         for number, name in enumerate(ladder.names)
     ]
+
+
+def _loss(rung: RungConfig, profile: Profile) -> float | None:
+    return spectral_loss(rung, profile.spectra) if profile.spectra else predicted_loss(rung, profile)
 
 
 def plan_title(plan: KVPlan) -> str:

@@ -16,6 +16,8 @@ from .model import read_model
 
 if TYPE_CHECKING:
     from qkv_engine.bench.table import Table
+    from qkv_engine.config import KVConfig
+    from qkv_engine.device.layouts import Ladder
     from qkv_engine.fit import FitRow, FitTask, KVLoss
     from qkv_engine.planner.profile import Profile
 
@@ -107,9 +109,17 @@ def _profile(kv: str | None) -> Profile | None:
 
 
 def _by(profile: Profile) -> KVLoss:
-    from qkv_engine.planner.predict import predicted_loss
+    from qkv_engine.measured_loss import measured_kv_loss
+    from qkv_engine.planner.predict import predicted_loss, spectral_loss
 
-    return lambda kv, ladder, rung: predicted_loss(ladder.stored(rung), profile)
+    spectra = profile.spectra
+    if not spectra:
+        return lambda kv, ladder, rung: predicted_loss(ladder.stored(rung), profile)
+
+    def loss(kv: KVConfig, ladder: Ladder, rung: int) -> float | None:
+        return measured_kv_loss(kv, ladder, rung) if kv.bases is None else spectral_loss(ladder.stored(rung), spectra)
+
+    return loss
 
 
 def _with_speed(row: FitRow, task: FitTask, product: str) -> FitRow:

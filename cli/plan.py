@@ -234,7 +234,10 @@ def _profile(args: argparse.Namespace, config: EngineConfig, texts: TextSet) -> 
         if plan_settings.wants_key_scale(args):
             key_scale = _key_scale(model, texts, scale)
             fold_key_scale(model, key_scale)
-        candidates, found = Candidates.of_layers(kv_of_layers(model.config), dtype), []
+        layers = kv_of_layers(model.config)
+        # Quantizing K and V in every format takes most of the time, and bases have no use for it.
+        candidates = [Candidates.none()] * len(layers) if sums else Candidates.of_layers(layers, dtype)
+        found = []
         with progress_bar(len(texts.texts)) as bar:
             bar.begin(f"profiling {len(texts.texts)} texts")
             for profile in profile_texts(model, texts.texts, candidates, scale, sums):

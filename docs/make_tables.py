@@ -90,7 +90,7 @@ def cell(name: str, record: Record) -> str:
     if isinstance(value, int | float) and "bytes" in name:
         return format_size(value)
     if isinstance(value, float):
-        return f"{value:.1%}" if name == "accuracy" else number(value, 1 if name.endswith("tok_s") else 2)
+        return f"{value:.1%}" if name.startswith("accuracy") else number(value, 1 if name.endswith("tok_s") else 2)
     return number(value, 0) if isinstance(value, int) else value or ""
 
 

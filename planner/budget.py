@@ -179,7 +179,7 @@ def solve(
         return budget.holds(ladder_on(floor))
 
     if not all(items):
-        remedy = "Profile the model again with qkv-engine plan"
+        remedy = "Profile the model again with qkv-engine plan and this --method"
         raise ConfigError("no format in it fits the model's heads and least_bits", field="profile", remedy=remedy)
     shares = budget.shares(ladder_on([choices[0] for choices in items]))
     weighed = [_weighed(choices, shares[item * len(shares) // len(items)]) for item, choices in enumerate(items)]

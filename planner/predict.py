@@ -11,7 +11,8 @@ from qkv_engine.presets import PRESETS
 
 from .budget import ladder_of
 from .plan import KVPlan
-from .profile import Profile
+from .profile import Profile, Spectra
+from .spectral import error, widths_of
 
 AS_GOOD = 1.02  # times a plan's predicted loss: up to there a preset is called as good, since no profile tells better
 OUTLIERS = 8.0  # K's largest over its median channel; from here K per token at few bits loses its other channels
@@ -28,6 +29,22 @@ def predicted_loss(rung: RungConfig, profile: Profile) -> float | None:
         if not all(name in known for name in each):
             return None
         total += sum(known[name][layer] for layer, name in enumerate(each))
+    return total
+
+
+def spectral_loss(rung: RungConfig, spectra: Spectra) -> float | None:
+    """The predicted loss of a ``rung`` in bases, the cost that its plan was solved for; None for a dense side.
+
+    Not of first order, as ``predicted_loss`` is: the two cannot be compared.
+    """
+    total = 0.0
+    for side in SIDES:
+        energies = getattr(spectra, side)
+        for name, each in zip(rung.formats(side, len(energies)), energies, strict=True):
+            widths = widths_of(name, len(each))
+            if widths is None:
+                return None
+            total += error(widths, each)
     return total
 
 

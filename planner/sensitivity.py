@@ -30,6 +30,11 @@ class Candidates(NamedTuple):
     v: Mapping[str, Side]
 
     @classmethod
+    def none(cls) -> Candidates:
+        """No formats, for plans that are made from a model's moments alone."""
+        return cls({}, {})
+
+    @classmethod
     def of(cls, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Candidates:
         """All formats of plans that fit heads of this shape, in a model that computes in ``dtype``."""
         shape = PageShape(num_kv_heads, BLOCK_TOKENS, head_dim)

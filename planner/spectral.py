@@ -134,6 +134,17 @@ def format_of(widths: Sequence[int]) -> Format:
     return Graded(tuple(ChannelRun(UNIT * len(list(of)), bits) for bits, of in groupby(widths) if bits))
 
 
+def widths_of(name: str, number: int) -> list[int] | None:
+    """The widths of the ``number`` runs of a head in the format ``name``; None if it is dense."""
+    fmt = make_format(name, torch.bfloat16)
+    if isinstance(fmt, Uniform):
+        return [int(fmt.bits)] * number
+    if not isinstance(fmt, Graded):
+        return None
+    coded = [run.bits for run in fmt.runs for _ in range(run.channels // UNIT)]
+    return coded + [0] * (number - len(coded))
+
+
 @lru_cache
 def _layouts(layer: LayerKV, side: SideName) -> list[tuple[tuple[int, ...], str, int]]:
     """Widths of runs, name and bytes of every layout that a side may have, all with codes."""

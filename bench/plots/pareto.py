@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+SPEED = "output tokens per second"
+CAPACITY = "capacity: tokens of one request, all blocks on the floor"
 SIZE = (10.0, 5.4)  # inches; labels stay legible at the width of a README
 MARK = 3.6  # points from the middle of a mark to its edge
 NEAR = 9.0  # points from a mark to its label that need no line
@@ -26,11 +28,12 @@ HEADROOM, MARGIN = 0.14, 1.15  # room for labels: share of the scale above 100 %
 
 
 class Panel(NamedTuple):
-    """One of the two plots: rows that have it with their gain, and the names of those on the frontier."""
+    """One of the two plots: rows that have it with their gain, the names of those on the frontier, and the gain's."""
 
     axes: Axes
     points: list[tuple[ParetoRow, float]]
     front: list[str]
+    gain: str
 
     @property
     def stair(self) -> list[Line]:
@@ -44,17 +47,22 @@ class Panel(NamedTuple):
 
 
 def plot_pareto(rows: Sequence[ParetoRow], *, kind: str = "png", dpi: int = 150) -> bytes:
-    """The best row of each preset with answers, 10 x 5.4 inches, as "png", "svg" or "pdf"."""
+    """The best row of each preset with answers, 10 x 5.4 inches, as "png", "svg" or "pdf".
+
+    Capacity alone if no row has a speed.
+    """
     figure = new_figure(SIZE, dpi)
-    left, right = figure.subplots(1, 2, sharey=True)
     rows = [row for row in best_rows(rows) if row.accuracy is not None]
     speeds = [(row, row.output_tok_s) for row in rows if row.output_tok_s is not None]
     capacities = [(row, float(row.capacity_tokens)) for row in rows if row.capacity_tokens is not None]
-    panels = Panel(left, speeds, speed_frontier(rows)), Panel(right, capacities, capacity_frontier(rows))
+    found = [(speeds, speed_frontier(rows), SPEED)] if speeds or not capacities else []
+    found.append((capacities, capacity_frontier(rows), CAPACITY))
+    axes = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
+    panels = [Panel(each, *what) for each, what in zip(axes, found, strict=True)]
     families = list(dict.fromkeys(family_of(row.kv) for row in rows))
     for panel in panels:
         _draw(panel, families)
-    _dress(figure, *panels, rows)
+    _dress(figure, panels, rows)
     figure.draw_without_rendering()  # labels need the axes where they will stand
     for panel in panels:
         _label(panel)
@@ -91,15 +99,15 @@ def _draw(panel: Panel, families: Sequence[str]) -> None:
         panel.axes.plot(*zip(start, end, strict=True), color=GREY, linestyle="--", linewidth=1, zorder=2)
 
 
-def _dress(figure: Figure, speed: Panel, capacity: Panel, rows: Sequence[ParetoRow]) -> None:
+def _dress(figure: Figure, panels: Sequence[Panel], rows: Sequence[ParetoRow]) -> None:
     """Titles, scales and grids; gains begin at zero, accuracy ends at 100 % with room for labels above."""
-    speed.axes.set_xlabel("output tokens per second")
-    capacity.axes.set_xlabel("capacity: tokens of one request, all blocks on the floor")
-    speed.axes.set_ylabel(f"{right_header(rows[0])}, %" if rows else "right, %")
+    first = panels[0].axes
+    first.set_ylabel(f"{right_header(rows[0])}, %" if rows else "right, %")
     bottom = 10 * math.floor(min((percent(row.accuracy_low) for row in rows), default=0) / 10)
-    speed.axes.set_ylim(bottom - 2, 100 + HEADROOM * (100 - bottom))
-    speed.axes.set_yticks(range(bottom, 101, 10))
-    for axes, points, _ in (speed, capacity):
+    first.set_ylim(bottom - 2, 100 + HEADROOM * (100 - bottom))
+    first.set_yticks(range(bottom, 101, 10))
+    for axes, points, _, gain in panels:
+        axes.set_xlabel(gain)
         axes.set_xlim(0, MARGIN * max((gain for _, gain in points), default=1))
         axes.locator_params(axis="x", nbins=6)
         plain_axes(axes)

@@ -39,7 +39,11 @@ EXCLUDED: dict[str, tuple[str, ...]] = {
     "tasks": ("input_len", "output_len", "preset", "sampled", "eval", "pareto"),
     "sampled": ("repeats", "warmup", "tensor_parallel"),
 }
-NEEDED = {**bench_compare.NEEDED, **bench_arrivals.NEEDED, "samples": ("eval", "pareto")}
+NEEDED = {
+    **bench_compare.NEEDED,
+    **bench_arrivals.NEEDED,
+    **dict.fromkeys(("samples", "eval_plans"), ("eval", "pareto")),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

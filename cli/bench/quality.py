@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from qkv_engine.bench.batches import MAX
 from qkv_engine.config import KVConfig
+from qkv_engine.errors import ConfigError
 from qkv_engine.presets import main_presets
 
 from .. import common, results
@@ -40,6 +41,11 @@ def add_arguments(add: Callable[..., Any]) -> None:
         "preset once it is measured, or of the demo model where --shape has random weights",
     )
     add("--samples", type=int, metavar="N", help=f"questions a task of --eval (default: {DEFAULT_SAMPLES})")
+    add(
+        "--eval-plans",
+        metavar="FILES",
+        help="plans of the demo model, with which it answers in place of the plans in --kv: one for each, in order",
+    )
     add(
         "--pareto",
         action="store_true",
@@ -102,8 +108,10 @@ def answering(
     from qkv_engine.bench.accuracy import AccuracyPlan
     from qkv_engine.bench.quality import Answering, at_floor
 
+    asked_with = _stand_ins(args, asked, ladders)
+
     def open_other(name: str) -> Engine:
-        floor = at_floor(ladders[name])
+        floor = at_floor(asked_with[name])
         engine = _open_demo(args, asked, floor) if asked.of_demo else open_engine(replace(plan, sampled=False), floor)
         return cast("Engine", engine)
 
@@ -115,6 +123,24 @@ def answering(
         others={name: partial(open_other, name) for name in names},
         describe=common.describe_with(args),
     )
+
+
+def _stand_ins(args: argparse.Namespace, asked: Questions, ladders: Mapping[str, KVConfig]) -> Mapping[str, KVConfig]:
+    """The ladders with which questions are answered: those of ``--eval-plans`` in place of plans for a shape.
+
+    Raises ``ConfigError`` unless there is one for each, and random weights that need it.
+    """
+    if args.eval_plans is None:
+        return ladders
+    if not asked.of_demo:
+        remedy = "Leave it out"
+        raise ConfigError("the model answers itself", field="eval_plans", value=args.eval_plans, remedy=remedy)
+    plans, given = [name for name, kv in ladders.items() if kv.model is not None], common.kv_ladders(args.eval_plans)
+    if len(plans) != len(given):
+        message = f"{len(given)} for the {len(plans)} plans of --kv"
+        remedy = "Give one for each, in their order"
+        raise ConfigError(message, field="eval_plans", value=args.eval_plans, remedy=remedy)
+    return {**ladders, **dict(zip(plans, given.values(), strict=True))}
 
 
 def deliver_pareto(args: argparse.Namespace, ladders: Mapping[str, KVConfig], rows: Sequence[RatedRow]) -> None:

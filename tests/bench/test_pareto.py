@@ -21,6 +21,8 @@ from qkv_engine.errors import CapacityError
 from qkv_engine.models.registry import config_from_hf
 from qkv_engine.models.shapes import SHAPES
 from qkv_engine.presets import PRESETS, main_presets
+from studies.frontier import main as main_of_frontier
+from studies.frontier import read_rows
 
 from .answering import AnsweringEngine
 from .fake import make_row
@@ -129,6 +131,22 @@ def test_the_picture_names_every_preset_with_answers_in_both_panels() -> None:
     drawn = texts(svg_of(rows))
     assert drawn.count("bf16") == drawn.count("kivi-2") == 2 and "int4" not in drawn
     assert any("lookup 4, 40 answers" in text for text in drawn)
+
+
+def test_without_speeds_there_is_one_panel(tmp_path: Path) -> None:
+    rows = [point("bf16", 10, 10, 0.99), point("kivi-2", 30, 80, 0.6)]
+    path, picture = tmp_path / "rows.jsonl", tmp_path / "one.png"
+    path.write_text("".join(json.dumps({"commit": "1a2b", **vars(row)}) + "\n" for row in rows))
+    found = read_rows(path)
+    assert [(row.kv, row.output_tok_s, row.capacity_tokens) for row in found] == [
+        ("bf16", None, 10),
+        ("kivi-2", None, 80),
+    ]
+    drawn = texts(svg_of(found))
+    assert drawn.count("bf16") == drawn.count("kivi-2") == 1
+    assert plot.CAPACITY in drawn and plot.SPEED not in drawn
+    main_of_frontier(str(path), str(picture))
+    assert size_of(picture.read_bytes()) == (1500, 810)
 
 
 def test_size() -> None:

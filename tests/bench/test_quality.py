@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +15,21 @@ from qkv_engine.bench.report import sweep_table
 from qkv_engine.bench.sweep import SweepPlan, SweepRow, sweep
 from qkv_engine.bench.table import as_text
 from qkv_engine.cli import bench
+from qkv_engine.cli.bench import quality
 from qkv_engine.cli.main import main
+from qkv_engine.config import KVConfig
 from qkv_engine.errors import CapacityError, ConfigError
+from qkv_engine.fingerprint import ModelFingerprint
+from qkv_engine.loading import demo_folder
+from qkv_engine.models.checkpoint import weights_digest
+from qkv_engine.models.registry import config_from_hf
+from qkv_engine.models.shapes import SHAPES
+from qkv_engine.plan_file import plan_bytes
+from qkv_engine.planner.mixed import Mixed
+from qkv_engine.planner.plan import KVPlan
 from qkv_engine.presets import PRESETS
 
+from ..planner.profiles import made_up_profile
 from .answering import AnsweringEngine
 from .fake import make_row
 
@@ -187,6 +199,33 @@ def test_the_demo_model_answers_for_random_weights(
     words = ["--shape", "qwen3-8b", "--kv", "kivi-2", "--eval", "addition:2", "--samples", "1"]
     assert main(["bench", *words]) == 0
     assert "right, demo model" in capsys.readouterr().out.splitlines()[0]
+
+
+def write_plan(path: Path, shape: str, weights: str | None) -> str:
+    """A made-up plan of a shape or the demo model."""
+    model = ModelFingerprint.of(shape, config_from_hf(SHAPES[shape]), weights)
+    settings = Mixed(budget="4bits", context=2**20)
+    path.write_bytes(plan_bytes(KVPlan.make(settings, made_up_profile(model), model)))
+    return str(path)
+
+
+def test_the_demo_model_answers_with_plans_of_its_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    theirs = write_plan(tmp_path / "shape.json", "qwen3-0.6b", None)
+    own = write_plan(tmp_path / "own.json", "demo", weights_digest(demo_folder()))
+    monkeypatch.setattr(bench, "_open_engine", lambda args, plan, kv: AnsweringEngine())
+    asked, tasks = list[KVConfig](), parse_tasks("addition:2", samples=1)
+    monkeypatch.setattr(quality, "_open_demo", lambda args, _, kv: asked.append(kv) or AnsweringEngine(tasks=tasks))
+    words = ["bench", "--shape", "qwen3-0.6b", "--kv", f"bf16,{theirs}", "--eval", "addition:2", "--samples", "1"]
+    assert main([*words, "--eval-plans", own]) == 0
+    assert [kv.name for kv in asked] == ["bf16", "own"] and asked[1].model.name == "demo"
+    out, _ = capsys.readouterr()
+    assert "shape" in out and "own" not in out
+    for wrong, said in (([*words, "--eval-plans", f"{own},int4"], "2 for the 1 plans of --kv. Give one for each"),
+                        (["bench", "--eval", "addition:2", "--eval-plans", own], "the model answers itself"),
+                        (["bench", "--eval-plans", own], "eval")):  # fmt: skip
+        assert main(wrong) == 2 and said in capsys.readouterr().err
 
 
 def test_memory_for_less_than_a_question_is_told_in_its_words(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,6 +36,8 @@ def test_a_plan_and_its_bases_are_served(words: list[str], capsys: pytest.Captur
         "wrote its bases to plan.bases.safetensors, the plan to plan.json, a plot to layers.svg"
     )
     plan = read_plan("plan.json")
+    assert not plan.profile.sensitivities.k, "no format was tried"
+    assert out.count("predicted loss") == 3, "of all rungs but the dense one"
     assert plan.profile.bases == hashlib.sha256(BASES.read_bytes()).hexdigest() and plan.profile.spectra.shrink == 0.3
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     with Engine("model", kv="plan.json", kv_memory="16MiB") as engine:
@@ -51,10 +53,12 @@ def test_another_budget_takes_the_bases_along(words: list[str], capsys: pytest.C
     assert Path("less.bases.safetensors").read_bytes() == BASES.read_bytes()
     assert main([*again, "--budget", "2bits", "--shrink", "0.4"]) == 2
     assert "--shrink=0.4: the bases have another. Give 0.5" in capsys.readouterr().err
-    assert main(["plan", "--from", "plan.json", "-o", "mixed.json", "--budget", "9bits", "--context", "100000"]) == 0
-    assert not Path("mixed.bases.safetensors").exists() and "bases" not in Path("mixed.json").read_text()
+    assert main(["plan", "--from", "plan.json", "--method", "kvmix", "-o", "other.json"]) == 0
+    assert not Path("other.bases.safetensors").exists() and "bases" not in Path("other.json").read_text()
     capsys.readouterr()
-    assert main(["plan", *SPECTRAL, "--from", "mixed.json", "-o", "less.json"]) == 2
+    assert main(["plan", "--from", "plan.json", "-o", "mixed.json", "--budget", "9bits", "--context", "100000"]) == 2
+    assert "Profile the model again with qkv-engine plan and this --method" in capsys.readouterr().err
+    assert main(["plan", *SPECTRAL, "--from", "other.json", "-o", "less.json"]) == 2
     assert "its profile has no spectra" in capsys.readouterr().err
     for damage in (lambda: BASES.write_bytes(b"x"), BASES.unlink):
         damage()

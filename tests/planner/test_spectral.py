@@ -11,6 +11,7 @@ import torch
 from msgspec.structs import replace
 
 from qkv_engine import CapacityError, ConfigError, ModelError
+from qkv_engine.bench.plan_report import layer_rows, rung_rows
 from qkv_engine.fingerprint import ModelFingerprint
 from qkv_engine.kernels.formats import PageShape, make_format
 from qkv_engine.kernels.formats.graded import GradedSide
@@ -23,6 +24,7 @@ from qkv_engine.planner.gradients import Text, profile_texts
 from qkv_engine.planner.mixed import Mixed
 from qkv_engine.planner.moments import LayerSums, SideMoments, moments_of, scatter
 from qkv_engine.planner.plan import KVPlan, read_plan
+from qkv_engine.planner.predict import as_good, spectral_loss
 from qkv_engine.planner.profile import Spectra
 from qkv_engine.planner.sensitivity import Candidates, round_trip
 from qkv_engine.planner.spectral import Spectral, choices, error, solve_spectra
@@ -138,6 +140,22 @@ def test_a_floor_fits_its_budget(budget: str):
     assert floor.name == "spectral" and len(set(floor.k)) > 1
     costs = [choice.cost for choice in choices(MODEL.kv_of_layers[0], "k", plan.profile.spectra.k[3])]
     assert costs == sorted(costs, reverse=True)
+
+
+def test_the_predicted_loss_of_a_rung_is_what_its_floor_was_solved_for():
+    plan = made_up_plan("2bits")
+    spectra, rungs = plan.profile.spectra, plan.config("plan").rungs
+    assert isinstance(spectra, Spectra) and spectral_loss(rungs[0], spectra) is None
+    energies = sum(map(sum, (*spectra.k, *spectra.v)))
+    assert spectral_loss(rungs[1], spectra) == pytest.approx(GAIN[8] * energies)
+    costs = 0.0
+    for side, names in (("k", rungs[3].k), ("v", rungs[3].v)):
+        for name, layer, each in zip(names, MODEL.kv_of_layers, getattr(spectra, side), strict=True):
+            costs += next(choice.cost for choice in choices(layer, side, each) if choice.name == name)
+    assert spectral_loss(rungs[3], spectra) == pytest.approx(costs) and costs > spectral_loss(rungs[2], spectra)
+    assert [row.loss for row in rung_rows(plan)] == [spectral_loss(rung, spectra) for rung in rungs]
+    assert layer_rows(plan)[2].k_nats == pytest.approx(GAIN[2] * sum(spectra.k[2]))
+    assert not dict(as_good(plan)), "sensitivities and costs are not compared"
 
 
 def test_rungs_lead_to_the_floor_one_by_one():

@@ -1,0 +1,276 @@
+"""Times on a GPU what has a target and no figure yet: ``python -m studies.gpu_check --output gpu-check.jsonl``.
+
+Parts take minutes each, at most nine; ``--parts`` chooses some. Each figure is printed with its target and whether it
+holds, and appended to ``--output``, a line of JSON each; parts that are there already are left out, so that a run which
+was stopped goes on. Weights are random. ``tests-*`` run the tests of a file of ``tests/gpu``. Targets are an H200's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from qkv_engine import Engine
+from qkv_engine.bench.provenance import device_name
+from qkv_engine.errors import QKVError
+
+from .gpu_steps import Machine, ask, prompts, random_ids, spectral, steps, without_bases
+
+TESTS = Path(__file__).resolve().parents[1] / "tests/gpu"
+PAGE = ("graded-64x4", "graded-16x8")  # the average page of a plan of 1.5 code bits
+PYTEST = str(Path(sys.executable).with_name("pytest"))  # ``python -m`` would find our kernels/ for another package
+SOAK_SECONDS = "300"
+ALL = "80GiB"  # weights and KV, unless a part says else
+GB = 1e9
+
+
+class Figure(NamedTuple):
+    """A measured value in ``unit``, and its ``target``: ``most``, or the least if not; None where none was set."""
+
+    what: str
+    value: float
+    unit: str
+    target: float | None = None
+    most: bool = True
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether the target is met; None without one."""
+        if self.target is None:
+            return None
+        return self.value <= self.target if self.most else self.value >= self.target
+
+
+def spectral_kernel(machine: Machine) -> Iterator[Figure]:
+    """Attention over graded pages in one layer, 64 requests of 8,192 tokens."""
+    from .kernels.bench_paged_decode import measure
+
+    for queries, target in ((4, 80.0), (8, 100.0)):
+        rows = measure("spectral-1.5", 64, 8192, queries, [None], [None])
+        us = min(row.us for row in rows)
+        yield Figure(f"{queries} query heads a KV head", us, "us", target)
+
+
+def spectral_steps(machine: Machine) -> Iterator[Figure]:
+    """Throughput of the largest batch against that of 16 bits, and what K's basis costs a step."""
+    with tempfile.TemporaryDirectory() as folder:
+        kv = spectral(Path(folder), machine, "qwen3-8b", *PAGE)
+        (wide,) = steps(machine, "qwen3-8b", "bf16", [None], 8192, memory=ALL)
+        few, most = steps(machine, "qwen3-8b", kv, [64, None], 8192, memory=ALL)
+        (plain,) = steps(machine, "qwen3-8b", without_bases(kv), [64], 8192, memory=ALL)
+    gain = most.tokens_a_second / wide.tokens_a_second
+    yield Figure(f"throughput of {most.batch} requests over bf16's {wide.batch}", gain, "times", 5.2, most=False)
+    yield Figure(f"the basis in a step of {few.batch}", 100 * (few.seconds / plain.seconds - 1), "%", 3.0)
+
+
+def weights_few(machine: Machine) -> Iterator[Figure]:
+    """Steps of few requests of 2,048 tokens with int4 KV: products read the weights' bytes alone."""
+    targets: dict[str | None, tuple[float | None, float | None]] = {
+        None: (None, None), "int8": (2.9, 3.6), "int4": (2.2, 3.0),
+    }  # fmt: skip
+    for weights, limits in targets.items():
+        found = steps(machine, "qwen3-8b", "int4", [1, 16], 2048, memory="60GiB", weights=weights)
+        for step, target in zip(found, limits, strict=True):
+            yield Figure(f"{weights or 'bf16'} weights, batch {step.batch}", 1e3 * step.seconds, "ms", target)
+
+
+def weights_many(machine: Machine) -> Iterator[Figure]:
+    """Steps of 256 requests of 2,048 tokens with int4 KV, against weights of 16 bits."""
+    targets: dict[str | None, float | None] = {None: None, "fp8": 1.25, "int4": 0.9}
+    plain = 0.0
+    for weights, target in targets.items():
+        (step,) = steps(machine, "qwen3-8b", "int4", [256], 2048, memory="75GiB", weights=weights)
+        plain = plain or step.tokens_a_second
+        yield Figure(
+            f"{weights or 'bf16'} weights, batch {step.batch}",
+            step.tokens_a_second / plain,
+            "times",
+            target,
+            most=False,
+        )
+
+
+def weights_prompts(machine: Machine) -> Iterator[Figure]:
+    """32 prompts of 2,048 tokens, FP8 against 16 bits."""
+    (plain, limit), (narrow, _) = (prompts(machine, "qwen3-8b", 32, 2048, weights) for weights in (None, "fp8"))
+    yield Figure("bf16 weights, of the products' limit", limit / plain, "times")
+    yield Figure("fp8 weights over bf16", plain / narrow, "times", 1.4, most=False)
+
+
+def over_limit(
+    machine: Machine, shape: str, kv: str, context: int, target: float | None = None, memory: str = ALL
+) -> Iterator[Figure]:
+    """Steps against the time of their bytes and products."""
+    for step in steps(machine, shape, kv, (1, 16, 64), context, memory=memory):
+        yield Figure(f"{shape}, {kv} KV, batch {step.batch}", step.seconds / step.limit, "times the limit", target)
+
+
+def moe(machine: Machine) -> Iterator[Figure]:
+    """Steps of a model of experts, whose weights in 16 bits take 57 GiB."""
+    yield from over_limit(machine, "qwen3-30b-a3b", "int4", 2048, memory="74GiB")
+
+
+def windows(machine: Machine) -> Iterator[Figure]:
+    """Steps of models some of whose layers see a window."""
+    for shape in ("gemma-3-12b", "gpt-oss-20b"):
+        yield from over_limit(machine, shape, "int4", 8192, memory="74GiB")
+
+
+def hybrid_steps(machine: Machine) -> Iterator[Figure]:
+    """Steps of a model with gated delta-nets."""
+    yield from over_limit(machine, "qwen3.5-4b", "bf16", 8192, 1.35, memory="74GiB")
+
+
+def hybrid_prompts(machine: Machine) -> Iterator[Figure]:
+    """Prompts of 8,192 tokens of the same, against the products' limit."""
+    seconds, limit = prompts(machine, "qwen3.5-4b", 4, 8192)
+    yield Figure("of the products' limit", limit / seconds, "times", 0.7, most=False)
+
+
+def host(machine: Machine) -> Iterator[Figure]:
+    """A prompt of 32,768 tokens that another one drove out of KV memory, back from host memory."""
+    length = machine.tokens(32_768)
+    with Engine(
+        model=machine.shape("qwen3-8b"),
+        load_format="random",
+        kv="bf16",
+        dtype="bfloat16",
+        device=machine.device,
+        kv_memory=machine.memory("6GiB", tiny="8MiB"),  # for one prompt
+        host_memory=machine.memory("16GiB"),
+        max_model_len=length + 1,
+    ) as engine:
+        first, other = (random_ids(engine, length, seed) for seed in range(2))
+        computed = ask(engine, [first])
+        ask(engine, [other])
+        before = engine.stats().host_bytes_fetched
+        seconds = ask(engine, [first])
+        nbytes = engine.stats().host_bytes_fetched - before
+    yield Figure(f"{nbytes / GB:.2f} GB with the token behind them", nbytes / GB / seconds, "GB/s")
+    yield Figure("computed again over fetched", computed / seconds, "times", 1.0, most=False)
+
+
+def resize(machine: Machine) -> Iterator[Figure]:
+    """KV memory halved and given back while nobody asks; the device's free memory follows."""
+    whole, half = machine.memory("40GiB", tiny="64MiB"), machine.memory("20GiB", tiny="32MiB")
+    with Engine(
+        model=machine.shape("qwen3-8b"), load_format="random", device=machine.device, kv_memory=whole, resizable=True
+    ) as engine:
+        for size in (half, whole):
+            start, before = time.perf_counter(), free_nbytes(machine)
+            engine.resize(size)
+            yield Figure(f"resize to {size}", time.perf_counter() - start, "s")
+            yield Figure("the device's free memory then", (free_nbytes(machine) - before) / GB, "GB more")
+
+
+def free_nbytes(machine: Machine) -> int:
+    """Of the device's memory; 0 on a CPU."""
+    return torch.cuda.mem_get_info()[0] if machine.device == "cuda" else 0
+
+
+def run_tests(path: Path, machine: Machine) -> Iterator[Figure]:
+    """The tests of a file that need a GPU; a soak among them is cut short."""
+    env = {"QKV_SOAK_SECONDS": SOAK_SECONDS, **os.environ}
+    done = subprocess.run([PYTEST, "-q", "-m", "gpu", str(path)], check=False, env=env)
+    yield Figure(f"exit code of {path.name}", float(done.returncode), "", 0.0)
+
+
+Part = Callable[[Machine], Iterator[Figure]]
+PARTS: Mapping[str, Part] = {
+    "spectral-kernel": spectral_kernel,
+    "spectral-steps": spectral_steps,
+    "weights-few": weights_few,
+    "weights-many": weights_many,
+    "weights-prompts": weights_prompts,
+    "moe": moe,
+    "windows": windows,
+    "hybrid-steps": hybrid_steps,
+    "hybrid-prompts": hybrid_prompts,
+    "host": host,
+    "resize": resize,
+    **{f"tests-{path.stem[5:]}": partial(run_tests, path) for path in sorted(TESTS.glob("test_*.py"))},
+}
+
+
+def run(machine: Machine, parts: list[str], output: Path | None) -> bool:
+    """Runs ``parts`` that ``output`` does not have; whether all ran and no target was missed."""
+    done, is_well = finished(output), True
+    for name in parts:
+        if name in done:
+            print(f"{name}: is in {output}", flush=True)
+            continue
+        start, found = time.perf_counter(), list[Figure]()
+        try:
+            for figure in PARTS[name](machine):
+                found.append(figure)
+                print(f"{name}: {line(figure)}", flush=True)
+                is_well &= figure.holds is not False
+        except QKVError as error:  # the other parts may run
+            print(f"{name}: {error}", flush=True)
+            is_well = False
+            continue
+        append(output, name, found, machine, time.perf_counter() - start)
+    return is_well
+
+
+def line(figure: Figure) -> str:
+    """A figure for people."""
+    target = "" if figure.target is None else f", {'at most' if figure.most else 'at least'} {figure.target:g}"
+    verdict = {None: "", True: ": holds", False: ": MISSED"}[figure.holds]
+    return f"{figure.what}: {figure.value:.4g} {figure.unit}{target}{verdict}"
+
+
+def finished(output: Path | None) -> set[str]:
+    """The parts whose figures are in the file."""
+    if output is None or not output.exists():
+        return set()
+    return {json.loads(row)["part"] for row in output.read_text().splitlines()}
+
+
+def append(output: Path | None, part: str, found: list[Figure], machine: Machine, seconds: float) -> None:
+    """Adds the figures of a whole part to the file, all at once."""
+    if output is None:
+        return
+    where = {"device": device_name(machine.device), "torch": torch.__version__, "part_seconds": round(seconds, 1)}
+    rows = [{"part": part, **figure._asdict(), "holds": figure.holds, **where} for figure in found]
+    with output.open("a") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """The options. Raises ``SystemExit`` 2 for a mistake."""
+    parser = argparse.ArgumentParser(
+        prog="python -m studies.gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--parts", default=",".join(PARTS), metavar="LIST", help=f"of {', '.join(PARTS)} (default: all)")
+    add("--output", type=Path, metavar="FILE.jsonl", help="append the figures; parts that it has are left out")
+    add("--device", default="cuda", choices=("cuda", "cpu"), help="default: %(default)s")
+    add("--tiny", action="store_true", help="the demo shape and few tokens, to try the parts")
+    args = parser.parse_args(argv)
+    args.parts = args.parts.split(",")
+    unknown = [name for name in args.parts if name not in PARTS]
+    if unknown:
+        parser.error(f"no part is called {unknown[0]}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the parts; 1 if a target was missed or a part failed."""
+    args = parse_args(argv)
+    return 0 if run(Machine(args.device, args.tiny), args.parts, args.output) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
