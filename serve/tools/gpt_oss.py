@@ -65,7 +65,7 @@ class GptOss(PlainAnswers):
     def _call(self, writer: GrammarWriter, tool: Tool) -> str:
         head = writer.literal(f"commentary to=functions.{tool.name} ")
         form = f"{writer.mark(CONSTRAIN)} {writer.literal('json')} {writer.mark(MESSAGE)}"
-        return f"{head} {form} {writer.json(tool.schema, is_strict=tool.is_strict)}"
+        return f"{head} {form} {writer.arguments(tool)}"
 
 
 def _begin(writer: GrammarWriter) -> str:

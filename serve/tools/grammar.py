@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from qkv_engine.text.tokenizer import Tokenizer
 
-from .schemas import JsonObject, without_remarks
+from .schemas import JsonObject, Tool, closed, without_remarks
 
 # Between parts of JSON, such as indented text has; without a bound a model may write on for ever.
 _SPACE = " ?\\n{0,2} {0,16}"
@@ -21,8 +21,7 @@ class GrammarWriter:
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._rules: list[str] = []
-        self._names: dict[str, str] = {}  # of rules, by their text
-        self._reserved: set[str] = set()
+        self._names: dict[str, str] = {}  # of rules, by their text or key
 
     def grammar(self, start: str) -> str:
         """The grammar of ``start`` as llguidance takes it."""
@@ -46,6 +45,10 @@ class GrammarWriter:
         options: JsonObject = {"whitespace_pattern": _SPACE, **({} if is_strict else {"lenient": True})}
         return self.rule("j", f"%json {json.dumps(without_remarks(schema) | {'x-guidance': options})}")
 
+    def arguments(self, tool: Tool) -> str:
+        """The arguments of a call of ``tool`` as JSON."""
+        return self.json(closed(tool.schema), is_strict=tool.is_strict)
+
     def regex(self, pattern: str) -> str:
         """Text of a regular expression, in ordinary tokens."""
         return self._terminal(f"/{pattern}/")
@@ -66,16 +69,12 @@ class GrammarWriter:
             self._rules.append(f"{self._names[body]}: {body}")
         return self._names[body]
 
-    def reserve(self, name: str) -> str | None:
-        """``name`` for a rule that ``define`` writes; None if it has one."""
-        if name in self._reserved:
-            return None
-        self._reserved.add(name)
-        return name
-
-    def define(self, name: str, body: str) -> None:
-        """Writes the rule of a reserved name, which may refer to itself."""
-        self._rules.append(f"{name}: {body}")
+    def recursive(self, key: str, body: Callable[[], str]) -> str:
+        """The name of the rule for ``key``, which ``body`` may refer to by calling this again."""
+        if key not in self._names:
+            self._names[key] = name = f"d{len(self._names)}"
+            self._rules.append(f"{name}: {body()}")
+        return self._names[key]
 
     def text_until(self, mark: str, low: int = 0, high: int | None = None) -> str:
         """Any text of ``low`` to ``high`` characters without ``mark``, and this."""
@@ -109,7 +108,7 @@ class GrammarWriter:
 
 def _escaped(text: str) -> str:
     """``text`` within a regular expression between slashes."""
-    return re.sub(r"[^\w\s]", lambda found: f"\\{found[0]}", text)
+    return re.sub(r"[\\.+*?()|\[\]{}^$/&~#-]", lambda found: f"\\{found[0]}", text)
 
 
 def _without(mark: str) -> str:

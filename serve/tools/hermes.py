@@ -40,4 +40,4 @@ class Hermes(MarkedFamily):
 def json_call(writer: GrammarWriter, tool: Tool, arguments: str = "arguments") -> str:
     """The expression of a call as a JSON object."""
     head = writer.literal(f'{{"name": {encode(tool.name)}, "{arguments}": ')
-    return f'{head} {writer.json(tool.schema, is_strict=tool.is_strict)} "}}"'
+    return f'{head} {writer.arguments(tool)} "}}"'

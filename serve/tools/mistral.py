@@ -57,7 +57,7 @@ class Mistral(MarkedFamily):
         yield from read_object(source, sink.arguments)
 
     def call(self, writer: GrammarWriter, tool: Tool) -> str:
-        return f"{writer.literal(tool.name)} {writer.mark(ARGS)} {writer.json(tool.schema, is_strict=tool.is_strict)}"
+        return f"{writer.literal(tool.name)} {writer.mark(ARGS)} {writer.arguments(tool)}"
 
 
 class MistralList(Mistral):

@@ -13,7 +13,7 @@ from .family import PlainAnswers
 from .grammar import GrammarWriter
 from .json_reading import MAX_DEPTH, quoted, read_scalar
 from .parser import CallSink
-from .schemas import Tool, Tools
+from .schemas import Tool, Tools, encode
 from .source import SPACE, Emit, Reading, Source, Unreadable
 from .value_rules import Syntax, ValueRules
 from .written_values import KeySink
@@ -26,7 +26,7 @@ _WORDS = {"True": "true", "False": "false", "None": "null"}
 _WORD = re.compile(r"[A-Za-z]")
 _PLAIN = {quote: re.compile(rf"[^{quote}\\]+") for quote in "'\""}
 _STRINGS = (r'"([^"\\\n]|\\["\\nrt])' + '{low,high}"', r"'([^'\\\n]|\\['\\nrt])" + "{low,high}'")
-SYNTAX = Syntax(true="True", false="False", null="None", strings=_STRINGS)
+SYNTAX = Syntax("True", "False", "None", _STRINGS, spellings=lambda text: (repr(text), encode(text)))
 
 
 class Pythonic(PlainAnswers):

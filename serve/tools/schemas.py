@@ -13,6 +13,9 @@ _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", dict:
 _WORDS = {"True": "true", "False": "false", "None": "null"}  # as Python writes them
 # Keys of a schema that say nothing of the form of a value.
 _REMARKS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"})
+_CONSTANTS = frozenset({"enum", "const", "required"})
+# Keys beside which an object is not closed: they speak of other members.
+_OPENING = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "$ref"})
 _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 
 
@@ -118,8 +121,20 @@ def without_remarks(schema: Any) -> Any:
     return {key: _kept(key, value) for key, value in schema.items() if key not in _REMARKS}
 
 
+def closed(schema: Any) -> Any:
+    """``schema`` whose objects have no other members than those that it names: a model could go on for ever."""
+    if isinstance(schema, list):
+        return [closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: value if key in _CONSTANTS else closed(value) for key, value in schema.items() if key != "allOf"}
+    if "properties" in schema and not _OPENING & schema.keys():
+        found["additionalProperties"] = False
+    return found | ({"allOf": schema["allOf"]} if "allOf" in schema else {})
+
+
 def _kept(key: str, value: Any) -> Any:
-    if key in ("enum", "const", "required"):
+    if key in _CONSTANTS:
         return value
     if key in _MAPS and isinstance(value, dict):  # whose keys are names
         return {name: without_remarks(each) for name, each in value.items()}
@@ -133,8 +148,8 @@ def _has_name(function: JsonObject) -> bool:
 
 def _tool(function: JsonObject) -> Tool:
     schema = function.get("parameters")
-    known = schema if isinstance(schema, dict) and schema else {"type": "object", "properties": {}}
-    return Tool(function["name"], known, function.get("strict") is True)
+    known = schema if isinstance(schema, dict) and schema else {"properties": {}}
+    return Tool(function["name"], {"type": "object", **known}, function.get("strict") is True)
 
 
 def _at(root: JsonObject, reference: str) -> Any:

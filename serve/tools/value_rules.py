@@ -19,6 +19,7 @@ class Syntax(NamedTuple):
         true, false, null: the words for them.
         strings: regular expressions of a string of "low" to "high" characters; none where ``quote`` is one.
         quote: the mark on both sides of a string, in which all characters stand for themselves.
+        spellings: the ways to write a string without such marks.
     """
 
     true: str
@@ -28,6 +29,7 @@ class Syntax(NamedTuple):
     quote: str = ""
     separator: str = ", "
     colon: str = ": "
+    spellings: Callable[[str], Iterable[str]] = lambda text: ()
 
 
 class ValueRules:
@@ -47,6 +49,11 @@ class ValueRules:
 
     def value(self, schema: Any, depth: int = MAX_DEPTH) -> str:
         """A value of ``schema``."""
+        if isinstance(schema, dict) and "$ref" in schema:
+            known = resolved(schema, self._root)
+            return self._writer.recursive(
+                encode([schema["$ref"], id(self._root)]), lambda: self.value(known, depth - 1)
+            )
         known = resolved(schema, self._root)
         choices = known.get("enum", [known["const"]] if "const" in known else known.get("anyOf", known.get("oneOf")))
         types = types_of(known, self._root)
@@ -64,7 +71,7 @@ class ValueRules:
             if syntax.quote:
                 mark = self._writer.mark(syntax.quote)
                 return f"{mark} {literal(value)} {mark}" if value else f"{mark} {mark}"
-            return literal(encode(value))
+            return self._writer.one_of(map(literal, syntax.spellings(value)))
         if value is None or isinstance(value, bool):
             return literal({True: syntax.true, False: syntax.false, None: syntax.null}[value])
         return literal(encode(value))
@@ -109,14 +116,13 @@ class ValueRules:
 
     def _any(self) -> str:
         """Any value: a rule that refers to itself."""
-        name = self._writer.reserve("any")
-        if name is not None:
-            numbers = self._writer.json({"type": "number"}, is_strict=False)
-            words = map(self.constant, (True, False, None))
-            array = f'"[" (any ({self._separator} any)*)? "]"'
-            choices = [self._string(0, None), numbers, *words, array, self._any_object()]
-            self._writer.define("any", " | ".join(choices))
-        return "any"
+        return self._writer.recursive("any", self._any_choices)
+
+    def _any_choices(self) -> str:
+        item, numbers = self._any(), self._writer.json({"type": "number"}, is_strict=False)
+        words = map(self.constant, (True, False, None))
+        array = f'"[" ({item} ({self._separator} {item})*)? "]"'
+        return " | ".join([self._string(0, None), numbers, *words, array, self._any_object()])
 
     def _any_object(self) -> str:
         key = self._writer.regex("[A-Za-z_][A-Za-z0-9_]*") if self._syntax.quote else self._string(0, None)

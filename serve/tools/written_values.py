@@ -8,7 +8,7 @@ from typing import Any
 from .grammar import GrammarWriter, lengths
 from .json_reading import quoted
 from .parser import CallSink
-from .schemas import JsonObject, Tool, as_json, encode, resolved, types_of
+from .schemas import Tool, as_json, closed, encode, resolved, types_of
 from .source import Delimiters, Emit, Reading, Source, Unreadable
 
 _TEXT = frozenset({"string"})
@@ -67,5 +67,6 @@ def _value(writer: GrammarWriter, tool: Tool, schema: Any, end: str) -> str:
         return f"{writer.one_of(map(writer.literal, texts))} {writer.mark(end)}"
     if not types or "string" in types:
         return writer.text_until(end, *(lengths(known) if types == _TEXT else ()))
-    definitions: JsonObject = {name: tool.schema[name] for name in ("$defs", "definitions") if name in tool.schema}
-    return f"{writer.json({**definitions, **known}, is_strict=tool.is_strict)} {writer.mark(end)}"
+    if '"$ref"' in encode(known):
+        known = {**{name: tool.schema[name] for name in ("$defs", "definitions") if name in tool.schema}, **known}
+    return f"{writer.json(closed(known), is_strict=tool.is_strict)} {writer.mark(end)}"

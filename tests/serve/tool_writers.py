@@ -94,7 +94,7 @@ def mistral_with_ids(calls: list[Call]) -> str:
 
 
 def mistral_list(calls: list[Call]) -> str:
-    objects = [{"name": name, "arguments": arguments, "id": "Ab3dE6gH9"} for name, arguments in calls]
+    objects = [{"name": name, "arguments": arguments} for name, arguments in calls]
     return f"[TOOL_CALLS] {json.dumps(objects, ensure_ascii=False)}"
 
 
@@ -111,11 +111,14 @@ def gpt_oss_by_role(calls: list[Call]) -> str:
 
 
 def gemma(calls: list[Call], opening: str = "<|tool_call>", closing: str = "<tool_call|>", quote: str = '<|"|>') -> str:
+    def name(key: str) -> str:
+        return key if key.isascii() and key.isalnum() else f"{quote}{key}{quote}"
+
     def value(given: Any) -> str:
         if isinstance(given, str):
             return f"{quote}{given}{quote}"
         if isinstance(given, dict):
-            return f"{{{','.join(f'{quote}{key}{quote}:{value(each)}' for key, each in given.items())}}}"
+            return f"{{{','.join(f'{name(key)}:{value(each)}' for key, each in given.items())}}}"
         return f"[{','.join(map(value, given))}]" if isinstance(given, list) else json.dumps(given)
 
     def one(call: Call) -> str:
