@@ -230,7 +230,15 @@ class ChatBody(GenerationBody, kw_only=True):
     def template_kwargs(self) -> JsonObject:
         """Variables of the chat template."""
         given = dict(self.chat_template_kwargs or {})
-        return given | {"tools": self.tools} if self.has_tools else given
+        return given | {"tools": [_for_template(tool) for tool in self.tools or ()]} if self.has_tools else given
+
+
+def _for_template(tool: Any) -> Any:
+    """A tool without what templates do not know: whether its arguments must meet their schema."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or "strict" not in function:
+        return tool
+    return tool | {"function": {name: value for name, value in function.items() if name != "strict"}}
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+import torch
+from safetensors.torch import save_file
 
 from qkv_engine.text.tokenizer import Tokenizer
 
@@ -79,3 +81,4 @@ def make_model(folder: Path, name: str) -> None:
     ):
         (folder / file).write_text(json.dumps(content))
     (folder / "chat_template.jinja").write_text(template_of(name))
+    save_file({"unread": torch.zeros(1)}, folder / "model.safetensors")
