@@ -28,6 +28,7 @@ class ToolUse:
         self._given = read_tools(body.tools or ()) if body.has_tools else []
         self._forced = _forced(body, self._given)
         self._calls_once = body.parallel_tool_calls is False
+        self._most = 1 if self._calls_once or isinstance(body.tool_choice, dict) else MAX_CALLS
         template = None if tokenizer is None else tokenizer.tool_template
         family = find_family(template) if body.has_tools else None
         self._family = HERMES if family is None and self._forced else family
@@ -58,13 +59,12 @@ class ToolUse:
             if answer is not None:
                 message = "a call is forced, which has a form of its own: leave out tool_choice or the other form"
                 raise ApiError(400, message, param="tool_choice")
-            most = 1 if self._calls_once or len(self._forced) < len(self._given) else MAX_CALLS
-            return writer.grammar(family.forced(writer, self._forced, most))
-        if answer is not None:
+            return writer.grammar(family.forced(writer, self._forced, self._most))
+        if answer is not None and self._given:
             form = _json_of(answer)
             if form is None:
                 return None
-            calls = family.forced(writer, self._given, 1 if self._calls_once else MAX_CALLS)
+            calls = family.forced(writer, self._given, self._most)
             return writer.grammar(f"{family.answer(writer, writer.json(form, is_strict=True))} | {calls}")
         if any(tool.is_strict for tool in self._given):
             return writer.grammar(family.mixed(writer, self._given, 1 if self._calls_once else None))

@@ -22,7 +22,7 @@ from .written_values import KeySink, read_written, written
 KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 CLOSING = "</tool_call>"
 _ENDS = Delimiters(VALUE_END)
-_NAME = re.compile(r"[^<>{\s]+")
+_NAME, _KEY = re.compile(r"[^<>{\s]+"), re.compile(r"[^<>\n]+")
 
 
 class Glm(MarkedFamily):
@@ -40,7 +40,7 @@ class Glm(MarkedFamily):
         keys = KeySink(sink, name)
         yield from source.space()
         while (yield from source.takes(KEY)):
-            key = yield from source.word(_NAME)
+            key = yield from source.word(_KEY)
             yield from source.expect(KEY_END)
             yield from source.space()
             yield from source.expect(VALUE)

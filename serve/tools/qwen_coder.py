@@ -24,7 +24,7 @@ from .written_values import KeySink, read_written, written
 
 FUNCTION, PARAMETER = "<function=", "<parameter="
 _ENDS = Delimiters("\n</parameter>", "</parameter>")
-_NAME = re.compile(r"[^<>\s]+")
+_NAME, _KEY = re.compile(r"[^<>\s]+"), re.compile(r"[^<>\n]+")
 
 
 class QwenCoder(MarkedFamily):
@@ -45,7 +45,7 @@ class QwenCoder(MarkedFamily):
         while True:
             yield from source.space()
             if (yield from source.takes(PARAMETER)):
-                key = yield from source.word(_NAME)
+                key = yield from source.word(_KEY)
                 yield from source.expect(">")
                 yield from source.takes("\n")
                 yield from read_written(source, keys.key(key), _ENDS, tools.types(name, key))

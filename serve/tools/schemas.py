@@ -76,22 +76,32 @@ def resolved(schema: Any, root: JsonObject) -> JsonObject:
     return {}
 
 
-def types_of(schema: Any, root: JsonObject, depth: int = MAX_REFERENCES) -> frozenset[str]:
+def types_of(schema: Any, root: JsonObject) -> frozenset[str]:
     """JSON's types that ``schema`` allows; none where it does not say."""
-    schema = resolved(schema, root)
+    found, left, seen = set[str](), [schema], set[int]()
+    while left:
+        known = resolved(left.pop(), root)
+        if id(known) in seen:
+            continue
+        seen.add(id(known))
+        choices = known.get("anyOf", known.get("oneOf"))
+        types = _own_types(known)
+        if not types and not (isinstance(choices, list) and choices):
+            return frozenset()
+        found |= types
+        left += [] if types else choices
+    return frozenset(found)
+
+
+def _own_types(schema: JsonObject) -> frozenset[str]:
+    """The types that ``schema`` names itself, or by its values."""
     kind = schema.get("type")
     if isinstance(kind, str):
         return frozenset({kind})
     if isinstance(kind, list):
         return frozenset(each for each in kind if isinstance(each, str))
     values = schema.get("enum") if "enum" in schema else [schema["const"]] if "const" in schema else None
-    if isinstance(values, list):
-        return frozenset(_TYPES.get(type(value), "null") for value in values)
-    choices = schema.get("anyOf", schema.get("oneOf"))
-    if not isinstance(choices, list) or depth == 0:
-        return frozenset()
-    found = [types_of(choice, root, depth - 1) for choice in choices]
-    return frozenset().union(*found) if all(found) else frozenset()
+    return frozenset(_TYPES.get(type(value), "null") for value in values) if isinstance(values, list) else frozenset()
 
 
 def as_json(text: str, types: frozenset[str]) -> str:

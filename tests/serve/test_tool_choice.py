@@ -32,7 +32,7 @@ SCHEMA = {
 }
 NAMES = ("compute", "look_up")
 # Some families in all runs, the others in the long ones.
-QUICK = ("mistral", "gpt-oss", "gemma", "pythonic")
+QUICK = ("mistral", "gpt-oss")
 families = pytest.mark.parametrize(
     "name",
     [

@@ -287,6 +287,13 @@ def test_plain_text_becomes_json_of_its_type(text: str, schema: dict[str, Any], 
     assert as_json(text, types_of(schema, root)) == expected
 
 
+def test_references_that_branch_take_no_time():
+    """As a tree this schema would have 2 ** 100 leaves."""
+    root: dict[str, Any] = {f"d{n}": {"anyOf": [{"$ref": f"#/d{n + 1}"}] * 2} for n in range(100)}
+    root |= {"d100": {"type": "integer"}, "loop": {"anyOf": [{"$ref": "#/loop"}, {"type": "null"}]}}
+    assert types_of({"$ref": "#/d0"}, root) == {"integer"} and types_of({"$ref": "#/loop"}, root) == {"null"}
+
+
 def test_remarks_are_no_part_of_a_grammar_but_names_are():
     schema = {"title": "x", "properties": {"title": {"type": "string", "description": "x"}}, "enum": [{"title": 1}]}
     assert without_remarks(schema) == {"properties": {"title": {"type": "string"}}, "enum": [{"title": 1}]}

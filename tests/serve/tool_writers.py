@@ -167,7 +167,9 @@ class Writer:
         return "T" + "".join(self.rng.choices(words, k=self.rng.randint(0, 5))) + "."
 
     def _arguments(self) -> Arguments:
-        keys = self.rng.sample(["city", "days", "opts", "q", "flag", "ids", "none", "x_1"], self.rng.randint(0, 4))
+        keys = self.rng.sample(
+            ["city", "days", "opts", "q", "flag", "ids", "none", "x_1", "a-b"], self.rng.randint(0, 4)
+        )
         return {key: self._value(2) for key in keys}
 
     def _value(self, depth: int) -> Any:
