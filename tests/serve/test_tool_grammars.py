@@ -27,7 +27,10 @@ ONE_CALL = ("gpt-oss", "gpt-oss-role")  # an answer ends with its call
 WRITTEN = [name for name in FORMS if name not in ("mistral-ids", "gpt-oss-role", "glm-4.7")]
 # Families whose marks are tokens, and some as if they were text.
 KINDS = [*((name, True) for name in WRITTEN), *((name, False) for name in ("hermes", "glm", "gemma"))]
-kinds = pytest.mark.parametrize(("name", "with_marks"), KINDS)
+QUICK = (("hermes", True), ("gpt-oss", True), ("gemma", True), ("pythonic", True), ("glm", False))
+kinds = pytest.mark.parametrize(
+    ("name", "with_marks"), [pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow) for each in KINDS]
+)
 MAYBE = {"anyOf": [{"type": "boolean"}, {"type": "null"}]}
 PROPERTIES: dict[str, Any] = {
     "a": {"type": "integer", "minimum": 0, "maximum": 50, "description": "How many."},
@@ -126,11 +129,13 @@ def _marks(name: str, with_marks: bool) -> Any:
     return None if found is None else found.after([1])
 
 
-@pytest.mark.parametrize(("name", "with_marks"), [kind for kind in KINDS if kind[0] not in ONE_CALL])
+@kinds
 def test_text_may_stand_where_calls_are_not_forced(name: str, with_marks: bool):
     tokenizer, form = tokenizer_of(name, with_marks=with_marks), FORMS[name]
     call = form.write([VALID[0]])
     texts = ["Hello.", *([f"So\n{call}", f"So {call}\nok"] if form.takes_text else [])]
+    if name in ONE_CALL:
+        texts = ["<|channel|>final<|message|>Hello.", f"<|channel|>commentary<|message|>So.<|end|>{call}"]
     for text in texts:
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert takes(guide_of(name, "mixed", with_marks=with_marks), ids), text
