@@ -23,6 +23,6 @@ def find_marks(tokenizer: Tokenizer) -> ReasoningMarks | ChannelMarks | None:
         return channels
     for opening, closing, label in PAIRS:
         begin, end = tokenizer.token_of(opening), tokenizer.token_of(closing)
-        if begin is not None and end is not None:
+        if begin is not None and end is not None and begin != end:  # not both the unknown token
             return ReasoningMarks(begin, end, label=label)
     return None
