@@ -24,7 +24,7 @@ COMPILED := PYTHONDONTWRITEBYTECODE=
 test: .venv/.installed-test lint
 	$(COMPILED) $(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"
 
-test-full: .venv/.installed-test lint
+test-full: .venv/.installed-test .venv/.installed-clients lint
 	$(COMPILED) $(BIN)/pytest -n auto --dist loadfile -m "not gpu"
 
 test-gpu: .venv/.installed-test
@@ -131,6 +131,11 @@ lint: .venv/.installed-test .typecheck
 format: .venv/.installed-test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Without a network the tests of these clients are left out.
+.venv/.installed-clients: .venv/.installed-test pyproject.toml
+	-$(BIN)/pip install -q -e '.[clients]'
+	@touch $@
 
 # The site, in build/site; links and anchors that lead nowhere are errors.
 docs: .venv/.installed-test

@@ -15,7 +15,8 @@ from .sampling.guide import Grammars, Guide
 from .sampling.ngrams import Ngrams
 from .serving.submission import Submission
 from .started import Started
-from .text.reasoning import ReasoningMarks, find_marks
+from .text.find_marks import find_marks
+from .text.reasoning import Marks
 from .text.tokenizer import Tokenizer
 from .validation import (
     check_name,
@@ -147,7 +148,7 @@ class Intake:
             )
         return max_tokens
 
-    def _tokenize(self, prompt: object, kwargs: object) -> tuple[str | None, list[Any], ReasoningMarks | None]:
+    def _tokenize(self, prompt: object, kwargs: object) -> tuple[str | None, list[Any], Marks | None]:
         """Text of a prompt, if it has one, its token ids, not checked yet, and the marks of a conversation."""
         if _is_conversation(prompt):
             tokenizer, variables = self._need_tokenizer("messages", prompt), {} if kwargs is None else kwargs

@@ -93,6 +93,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             generated, so that they attend to KV that has stepped down. None for all of the prompt.
         detokenize: make text of the tokens, those with log-probabilities included.
         skip_special_tokens: leave them out of the text.
+        kept_token_ids: up to 1,024 special tokens that stay in the text all the same, such as the marks around a call;
+            None for none.
         separate_reasoning: in conversations, put what the model marks as reasoning into ``reasoning`` and leave it
             out of ``text``; False gives one raw text, in all of which stop strings are looked for.
         output_kind: "cumulative" for outputs of a stream with all text and tokens so far, "delta" for outputs with new
@@ -137,6 +139,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     num_prefill_tokens: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
+    kept_token_ids: list[int] | None = None
     separate_reasoning: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     kv_floor: str | None = None

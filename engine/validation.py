@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 MAX_STOP_STRINGS, MAX_STOP_CHARS = 16, 256
 MAX_STOP_IDS = 1024  # each is looked at while ``min_tokens`` holds
+MAX_KEPT_IDS = 1024
+MAX_TOKENIZER_IDS = 1 << 22  # of a tokenizer, which may know more than the model has rows
 MAX_BIASES = 1024  # are copied to the device in every step
 MAX_BAD_WORDS = 256
 MAX_NGRAM = 64  # tokens that are compared at once
@@ -102,9 +104,11 @@ def validate_params(params: object, *, vocab_size: int) -> SamplingParams:
     fields["logit_bias"] = None if bias is None else _bias(bias, vocab_size)
     structured = params.structured_outputs
     fields["structured_outputs"] = None if structured is None else _structured(structured)
-    for name, limit in (("stop_token_ids", MAX_STOP_IDS), ("allowed_token_ids", vocab_size)):
+    limits = {"stop_token_ids": (vocab_size, MAX_STOP_IDS), "allowed_token_ids": (vocab_size, vocab_size)}
+    limits["kept_token_ids"] = (MAX_TOKENIZER_IDS, MAX_KEPT_IDS)
+    for name, (size, limit) in limits.items():
         ids = getattr(params, name)
-        fields[name] = None if ids is None else list(dict.fromkeys(check_ids(name, ids, vocab_size, limit)))
+        fields[name] = None if ids is None else list(dict.fromkeys(check_ids(name, ids, size, limit)))
     fields["allowed_tokens"] = _function(params.allowed_tokens)
     wanted = params.prompt_logprob_ids
     fields["prompt_logprob_ids"] = None if wanted is None else _prompt_logprob_ids(wanted, vocab_size)

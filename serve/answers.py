@@ -14,7 +14,8 @@ from qkv_engine.text.tokenizer import Tokenizer
 
 from .bodies import ChatBody, CompletionBody, JsonObject
 from .logprobs import chat_logprobs, completion_logprobs
-from .tools import ToolCallParser, writes_calls
+from .tools.choice import ToolUse
+from .tools.parser import CallDelta, ToolCallParser
 from .usage import kv_usage
 
 
@@ -87,12 +88,11 @@ class ChatAnswer(_Envelope):
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, body: ChatBody, answer_id: str, model: str, tokenizer: Tokenizer | None):
+    def __init__(self, body: ChatBody, answer_id: str, model: str, tokenizer: Tokenizer | None, tools: ToolUse):
         super().__init__(answer_id, model, body.n)
         self._num_top, self._with_ids = body.top_logprobs or 0, bool(body.return_token_ids)
-        self._tokenizer = tokenizer
-        self._has_tools = body.has_tools and tokenizer is not None and writes_calls(tokenizer.chat_template)
-        self._parsers: dict[int, ToolCallParser] = {}  # by completion
+        self._tokenizer, self._tools = tokenizer, tools
+        self._parsers: dict[int, ToolCallParser | None] = {}  # by completion
 
     def whole(self, outputs: Sequence[RequestOutput]) -> JsonObject:
         choices = [self._message(completion) for completion in outputs[0].outputs]
@@ -104,7 +104,7 @@ class ChatAnswer(_Envelope):
 
     def part(self, number: int, delta: CompletionOutput) -> JsonObject | None:
         text, calls = self._take_calls(delta)
-        new = {"content": text, **_reasoning(delta), "tool_calls": calls}
+        new = {"content": text, **_reasoning(delta), "tool_calls": [_call_delta(call) for call in calls]}
         new = {name: value for name, value in new.items() if value}
         if not new and delta.finish_reason is None and delta.logprobs is None and not self._with_ids:
             return None
@@ -116,15 +116,19 @@ class ChatAnswer(_Envelope):
         if delta.reasoning:
             message |= _reasoning(delta)
         if calls:
-            message["tool_calls"] = [{key: call[key] for key in call if key != "index"} for call in calls]
+            message["tool_calls"] = [_call(call.call_id, call.name, call.arguments) for call in calls]
         return self._with_delta(delta, {"message": message})
 
-    def _take_calls(self, delta: CompletionOutput) -> tuple[str, list[JsonObject]]:
-        """The text of ``delta`` without the tool calls in it, and these."""
-        if not self._has_tools:
+    def _take_calls(self, delta: CompletionOutput) -> tuple[str, list[CallDelta]]:
+        """The text of ``delta`` without the tool calls in it, and what is new of these."""
+        if delta.index not in self._parsers:
+            self._parsers[delta.index] = self._tools.parser()
+        parser = self._parsers[delta.index]
+        if parser is None:
             return delta.text, []
-        parser = self._parsers.setdefault(delta.index, ToolCallParser())
-        return parser.push(delta.text, is_last=delta.finish_reason is not None)
+        found = parser.push(delta.text, is_last=delta.finish_reason is not None)
+        calls = [each for each in found if isinstance(each, CallDelta)]
+        return "".join(each for each in found if isinstance(each, str)), calls
 
     def _with_delta(self, delta: CompletionOutput, content: JsonObject) -> JsonObject:
         logprobs = None
@@ -139,6 +143,17 @@ class ChatAnswer(_Envelope):
 
     def _choice(self, index: int, content: JsonObject, logprobs: Any, finish: str | None, stop: Any) -> JsonObject:
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish, "stop_reason": stop}
+
+
+def _call(call_id: str, name: str, arguments: str) -> JsonObject:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _call_delta(delta: CallDelta) -> JsonObject:
+    """What is new of a call: its first part names it."""
+    if delta.name:
+        return {"index": delta.number, **_call(delta.call_id, delta.name, delta.arguments)}
+    return {"index": delta.number, "function": {"arguments": delta.arguments}}
 
 
 def _reasoning(delta: CompletionOutput) -> JsonObject:

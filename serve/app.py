@@ -39,7 +39,8 @@ from .limits import Limits
 from .model_card import model_card
 from .openapi import openapi_route
 from .page import page_routes
-from .tools import for_template
+from .tools.choice import ToolUse
+from .tools.history import for_template
 
 LIVE, READY = ("/health", "/live"), ("/ready", "/ping")  # probes: of the process, and of who may be sent requests
 MAX_ID_CHARS = 128  # of a client's own name for its request
@@ -154,14 +155,16 @@ async def chat_completions(request: Request) -> Response:
     frontend = frontend_of(request)
     body, load = await read_body(request, ChatBody, frontend)
     answer_id = f"chatcmpl-{request.state.own_id}"
-    answer = ChatAnswer(body, answer_id, frontend.name, frontend.engine.tokenizer)
+    tools = ToolUse(body, frontend.engine.tokenizer)
+    answer = ChatAnswer(body, answer_id, frontend.name, frontend.engine.tokenizer, tools)
     writer = ChunkWriter(answer, with_usage=body.includes_usage)
 
     def prompts() -> list[list[JsonObject]]:
         return [for_template(body.messages)]
 
     kwargs = body.template_kwargs()
-    work = GenerationRequest(body, load, answer, writer, answer_id, body.renamed(), prompts, template_kwargs=kwargs)
+    names = body.renamed()
+    work = GenerationRequest(body, load, answer, writer, answer_id, names, prompts, template_kwargs=kwargs, tools=tools)
     return await generate(request, work)
 
 

@@ -205,6 +205,7 @@ class ChatBody(GenerationBody, kw_only=True):
     top_logprobs: int | None = None
     tools: list[JsonObject] | None = None
     tool_choice: str | JsonObject | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: JsonObject | None = None
 
     def _own_changes(self) -> JsonObject:
@@ -223,16 +224,21 @@ class ChatBody(GenerationBody, kw_only=True):
 
     @property
     def has_tools(self) -> bool:
-        """Whether the model may call tools. Raises ``ApiError`` for a choice that nothing could enforce."""
-        if self.tool_choice not in (None, "none", "auto"):
-            message = 'only "auto" and "none" are supported'
-            raise ApiError(400, message, param="tool_choice", code="unsupported_parameter")
+        """Whether the model may call tools."""
         return bool(self.tools) and self.tool_choice != "none"
 
     def template_kwargs(self) -> JsonObject:
         """Variables of the chat template."""
         given = dict(self.chat_template_kwargs or {})
-        return given | {"tools": self.tools} if self.has_tools else given
+        return given | {"tools": [_for_template(tool) for tool in self.tools or ()]} if self.has_tools else given
+
+
+def _for_template(tool: Any) -> Any:
+    """A tool without what templates do not know: whether its arguments must meet their schema."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or "strict" not in function:
+        return tool
+    return tool | {"function": {name: value for name, value in function.items() if name != "strict"}}
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):

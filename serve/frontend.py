@@ -76,7 +76,7 @@ class Frontend:
         self,
         load: Load,
         prompts: Callable[[], Sequence[Prompt | Conversation]],
-        changes: Mapping[str, Any],
+        changes: Callable[[], Mapping[str, Any]],
         request_id: str,
         *,
         number: int,
@@ -86,13 +86,14 @@ class Frontend:
     ) -> Generation:
         """Makes, tokenizes and submits ``prompts`` in a thread; a streamed request's outputs hold what is new.
 
-        ``number`` is that of all completions. With ``shortens`` a ``max_tokens`` that the context has no room for is
-        cut to what it has. Raises ``ApiError``, and ``RequestError`` for an invalid request.
+        ``changes`` makes the sampling parameters. ``number`` is that of all completions. With ``shortens`` a
+        ``max_tokens`` that the context has no room for is cut to what it has. Raises ``ApiError``, and
+        ``RequestError`` for an invalid request.
         """
         kind = RequestOutputKind.DELTA if is_streamed else RequestOutputKind.FINAL_ONLY
 
         def submit_all() -> list[RequestStream]:
-            params = self.engine.params(**changes, output_kind=kind)
+            params = self.engine.params(**changes(), output_kind=kind)
             given, streams = prompts(), list[RequestStream]()
             try:
                 for index, prompt in enumerate(given):

@@ -17,6 +17,7 @@ from .errors import ApiError, ended, refused
 from .events import EventStream, Writer
 from .fair_threads import Load
 from .frontend import FIRST_TOKEN, Frontend, Generation
+from .tools.choice import ToolUse
 
 
 class WholeAnswer(Protocol):
@@ -32,6 +33,7 @@ class GenerationRequest(NamedTuple):
 
     Fields
         names: fields of the body as its client knows them, by the engine's name.
+        tools: those that an answer may call.
         shortens: ``max_tokens`` is a bound and not a wish: the rest of the context takes its place where that is less.
     """
 
@@ -44,6 +46,7 @@ class GenerationRequest(NamedTuple):
     prompts: Callable[[], Sequence[Any]]
     num_prompts: int = 1
     template_kwargs: JsonObject | None = None
+    tools: ToolUse | None = None
     shortens: bool = False
 
 
@@ -53,7 +56,16 @@ async def generate(request: Request, asked: GenerationRequest) -> Response:
     frontend.check_model(body.model)
     if tenant and (body.priority or 0) < 0:
         raise ApiError(400, "below 0 no tenant may go: it would be served before the others", param="priority")
-    changes = body.changes() | {"tenant": tenant, "cache_salt": _salt(tenant, body.cache_salt or "")}
+    given = body.changes() | {"tenant": tenant, "cache_salt": _salt(tenant, body.cache_salt or "")}
+    names = asked.names
+
+    def changes() -> JsonObject:
+        nonlocal names
+        of_tools = {} if asked.tools is None else asked.tools.changes(given.get("structured_outputs"))
+        if "structured_outputs" in of_tools:
+            names = {**names, "structured_outputs": "tools"}
+        return given | of_tools
+
     try:
         generation = await frontend.submit(
             asked.load,
@@ -66,10 +78,10 @@ async def generate(request: Request, asked: GenerationRequest) -> Response:
             shortens=asked.shortens,
         )
     except RequestError as error:
-        raise refused(error, asked.names) from error
+        raise refused(error, names) from error
     if body.stream:
-        return EventStream(generation, asked.writer, request.state.id, asked.names)
-    return await _answer(request, generation, asked)
+        return EventStream(generation, asked.writer, request.state.id, names)
+    return await _answer(request, generation, asked._replace(names=names))
 
 
 async def _answer(request: Request, generation: Generation, asked: GenerationRequest) -> Response:

@@ -31,7 +31,7 @@ _WANTED = {
 
 # A chat shows one text, so how many there are, and whether they are text at all, is not for the user to set.
 _FIXED = {
-    *("n", "detokenize", "skip_special_tokens", "separate_reasoning", "output_kind"),
+    *("n", "detokenize", "skip_special_tokens", "kept_token_ids", "separate_reasoning", "output_kind"),
     *("structured_outputs", "allowed_tokens"),
     *("logprobs", "prompt_logprobs", "prompt_logprob_ids", "num_prefill_tokens"),
 }

@@ -20,7 +20,7 @@ from ..errors import RequestError, remedy_of_extra
 from ..request import StructuredOutputs
 from ..sandbox import Job, ProcessEndedError, Refusal, Sandbox, Sandboxes
 from ..sandbox.process import folders_of
-from ..text.reasoning import ReasoningMarks
+from ..text.reasoning import Marks
 from ..text.rust_calls import contain
 from .grammar_worker import check_matcher, make_matcher, make_table
 
@@ -122,12 +122,12 @@ class Grammars:
 class Guide:
     """The state of a grammar after the tokens of a completion. Reasoning comes before the grammar's text."""
 
-    def __init__(self, matcher: Any, vocab_size: int, eos_ids: Sequence[int], marks: ReasoningMarks | None = None):
-        self._matcher, self._vocab_size, self._eos_ids, self._marks = matcher, vocab_size, eos_ids, marks
-        self._is_reasoning = marks is not None and marks.is_open
+    def __init__(self, matcher: Any, vocab_size: int, eos_ids: Sequence[int], marks: Marks | None = None):
+        self._matcher, self._vocab_size, self._eos_ids = matcher, vocab_size, eos_ids
+        self._gate = None if marks is None else marks.gate(self._allows)
         self._num_read = 0  # output tokens
 
-    def begin(self, marks: ReasoningMarks | None) -> Guide:
+    def begin(self, marks: Marks | None) -> Guide:
         """A guide like this one for a completion from its first token; ``marks`` are those around its reasoning."""
         return Guide(self._matcher.deep_copy(), self._vocab_size, self._eos_ids, marks)
 
@@ -139,35 +139,53 @@ class Guide:
         """
         for position in range(num_prompt_tokens + self._num_read, len(token_ids)):
             self._read(token_ids[position])
-        return None if self._is_reasoning else self._mask()
-
-    def _read(self, token_id: int) -> None:
-        marks, is_first = self._marks, self._num_read == 0
-        self._num_read += 1
-        if marks is not None and self._is_reasoning:
-            self._is_reasoning = token_id != marks.closing
-        elif marks is not None and is_first and token_id == marks.opening:
-            self._is_reasoning = True
-        elif not self._matcher.is_stopped():
-            contain(_mistake, STOPPED, self._matcher.consume_token, token_id)
-
-    def _mask(self) -> torch.Tensor:
-        mask = torch.zeros(self._vocab_size, dtype=torch.bool)
-        contain(_mistake, STOPPED, check_matcher, self._matcher)
-        if self._matcher.is_stopped():
-            mask[self._eos_ids] = True
-            return mask
-        packed = torch.frombuffer(bytearray(self._compute_mask()), dtype=torch.uint8)
-        bits = _BITS.index_select(0, packed.int()).view(torch.bool)[: self._vocab_size]
-        mask[: len(bits)] = bits
-        if self._num_read == 0 and self._marks is not None:
-            mask[self._marks.opening] = True
+        gate = self._gate
+        if gate is None:
+            return self._mask(self._matcher)
+        if gate.is_free:
+            return None
+        mask = torch.zeros(self._vocab_size, dtype=torch.bool) if gate.forced else self._mask(self._after(gate.pending))
+        mask[[*gate.forced, *gate.extra]] = True
         return mask
 
-    def _compute_mask(self) -> bytes:
-        found: bytes = contain(_mistake, STOPPED, self._matcher.compute_bitmask)
-        contain(_mistake, STOPPED, check_matcher, self._matcher)
-        return found
+    def _read(self, token_id: int) -> None:
+        self._num_read += 1
+        for each in (token_id,) if self._gate is None else self._gate.feed(token_id):
+            _consume(self._matcher, each)
+
+    def _after(self, token_ids: Sequence[int]) -> Any:
+        """The matcher behind ``token_ids`` more, which may yet turn out to be none of the grammar's."""
+        matcher = self._matcher.deep_copy() if token_ids else self._matcher
+        for token_id in token_ids:
+            _consume(matcher, token_id)
+        return matcher
+
+    def _allows(self, token_id: int) -> bool:
+        """Whether the grammar's text may begin with a token."""
+        found: int = contain(_mistake, STOPPED, self._matcher.validate_tokens, [token_id])
+        return found == 1
+
+    def _mask(self, matcher: Any) -> torch.Tensor:
+        mask = torch.zeros(self._vocab_size, dtype=torch.bool)
+        contain(_mistake, STOPPED, check_matcher, matcher)
+        if matcher.is_stopped():
+            mask[self._eos_ids] = True
+            return mask
+        packed = torch.frombuffer(bytearray(_compute_mask(matcher)), dtype=torch.uint8)
+        bits = _BITS.index_select(0, packed.int()).view(torch.bool)[: self._vocab_size]
+        mask[: len(bits)] = bits
+        return mask
+
+
+def _consume(matcher: Any, token_id: int) -> None:
+    if not matcher.is_stopped():
+        contain(_mistake, STOPPED, matcher.consume_token, token_id)
+
+
+def _compute_mask(matcher: Any) -> bytes:
+    found: bytes = contain(_mistake, STOPPED, matcher.compute_bitmask)
+    contain(_mistake, STOPPED, check_matcher, matcher)
+    return found
 
 
 def indices(mask: torch.Tensor) -> array[int]:

@@ -26,7 +26,7 @@ from ..sampling.allowed_tokens import AllowedTokens
 from ..sampling.guide import Guide
 from ..sampling.ngrams import Ngrams
 from ..sampling.sample_row import SampleRow
-from ..text.reasoning import OutputText, ReasoningMarks
+from ..text.reasoning import Marks, OutputText
 from ..text.stop_strings import StopFinder
 from ..text.text_stream import TextStream
 from ..text.tokenizer import Tokenizer
@@ -106,7 +106,7 @@ class Submission:
     bad_word_ids: list[list[int]]
     incremental: bool  # report after every step, not only at the end
     floor: int = field(kw_only=True)  # the narrowest rung that ``params`` allow, by its index
-    marks: ReasoningMarks | None = None  # set if reasoning is kept apart from the answer
+    marks: Marks | None = None  # set if reasoning is kept apart from the answer
     guide: Guide | None = None  # of structured outputs
     chooser: AllowedTokens | None = None
     prompt_ngrams: Ngrams | None = None  # with ``no_repeat_ngram_size``
@@ -168,10 +168,12 @@ class Submission:
             return None
 
         def make() -> TextStream:
-            return tokenizer.text_stream(params.skip_special_tokens, prompt_ids)
+            return tokenizer.text_stream(params.skip_special_tokens, prompt_ids, params.kept_token_ids or ())
 
         stops = StopFinder(params.stop_strings, params.include_stop_str_in_output) if params.stop_strings else None
-        return OutputText(make, stops, self.marks, params.min_tokens)
+        if self.marks is None:
+            return OutputText(make, stops, min_tokens=params.min_tokens)
+        return self.marks.output_text(make, stops, params.min_tokens)
 
     def sample_row(self, request: Request, eos_ids: Collection[int]) -> SampleRow:
         """The sampling state of a completion, for a model that ends sequences with ``eos_ids``."""

@@ -3,22 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from ..errors import RequestError
 from .stop_strings import StopFinder
 from .text_stream import TextStream
-from .tokenizer import Tokenizer
 
-OPENING, CLOSING = "<think>", "</think>"  # as Qwen3, DeepSeek-R1 and their kin mark it
+
+class Marks(Protocol):
+    """How a model tells its reasoning from its answer."""
+
+    def after(self, prompt_ids: Sequence[int]) -> Marks:
+        """The marks of a completion that follows ``prompt_ids``."""
+        ...
+
+    def output_text(self, make: Callable[[], TextStream], stops: StopFinder | None, min_tokens: int) -> OutputText:
+        """The text of such a completion; the arguments are those of ``OutputText``."""
+        ...
+
+    def gate(self, allows: Callable[[int], bool]) -> GrammarGate:
+        """What stands before a grammar's text; ``allows`` tells whether the grammar may begin with a token."""
+        ...
+
+
+class GrammarGate(Protocol):
+    """The tokens of a completion that are none of its grammar's: the reasoning, and marks."""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether any token may come next."""
+        ...
+
+    @property
+    def forced(self) -> Sequence[int]:
+        """The tokens of which one must come next; none where the grammar says."""
+        ...
+
+    @property
+    def extra(self) -> Sequence[int]:
+        """Tokens that may come beside those that the grammar allows."""
+        ...
+
+    @property
+    def pending(self) -> Sequence[int]:
+        """Tokens that came, and are the grammar's unless one of ``extra`` comes next."""
+        ...
+
+    def feed(self, token_id: int) -> Sequence[int]:
+        """The tokens that turn out to be the grammar's once ``token_id`` has come."""
+        ...
 
 
 class ReasoningMarks(NamedTuple):
-    """The two tokens around a model's reasoning, and whether the prompt ends inside of it."""
+    """The two tokens around a model's reasoning, and whether the prompt ends inside of it.
+
+    ``label`` is a word that the reasoning begins with, which is no part of it.
+    """
 
     opening: int
     closing: int
     is_open: bool = False
+    label: str = ""
 
     def after(self, prompt_ids: Sequence[int]) -> ReasoningMarks:
         """The marks of a completion that follows ``prompt_ids``."""
@@ -27,14 +71,33 @@ class ReasoningMarks(NamedTuple):
                 return self._replace(is_open=token_id == self.opening)
         return self
 
+    def output_text(self, make: Callable[[], TextStream], stops: StopFinder | None, min_tokens: int) -> OutputText:
+        """The text of such a completion; the arguments are those of ``OutputText``."""
+        return OutputText(make, stops, self, min_tokens)
 
-def find_marks(tokenizer: Tokenizer) -> ReasoningMarks | None:
-    """The marks of a model that has a token for each; ``None`` for any other model."""
-    try:
-        opening, closing = (tokenizer.encode(text, add_special_tokens=False) for text in (OPENING, CLOSING))
-    except RequestError:
-        return None
-    return ReasoningMarks(opening[0], closing[0]) if len(opening) == len(closing) == 1 else None
+    def gate(self, allows: Callable[[int], bool]) -> GrammarGate:
+        """The reasoning before a grammar's text."""
+        return ReasoningGate(self)
+
+
+class ReasoningGate:
+    """Reasoning that the prompt or the first token has begun."""
+
+    forced: Sequence[int] = ()
+    pending: Sequence[int] = ()
+
+    def __init__(self, marks: ReasoningMarks):
+        self._marks, self.is_free = marks, marks.is_open
+        self.extra: Sequence[int] = (marks.opening,)
+
+    def feed(self, token_id: int) -> Sequence[int]:
+        """The tokens that turn out to be the grammar's once ``token_id`` has come."""
+        is_first, self.extra = bool(self.extra), ()
+        if self.is_free:
+            self.is_free = token_id != self._marks.closing
+            return ()
+        self.is_free = is_first and token_id == self._marks.opening
+        return () if self.is_free else (token_id,)
 
 
 class OutputText:
@@ -50,7 +113,7 @@ class OutputText:
     """
 
     __slots__ = (
-        *("_is_open", "_make", "_mark", "_marks", "_num_pending", "_stops", "_stream"),
+        *("_is_open", "_label", "_make", "_mark", "_marks", "_num_pending", "_stops", "_stream"),
         *("num_reasoning_tokens", "pieces", "thoughts"),
     )
 
@@ -66,6 +129,7 @@ class OutputText:
         self.thoughts: list[str] | None = None
         self._make, self._stops, self._marks, self._num_pending = make, stops, marks, min_tokens
         self.num_reasoning_tokens = 0
+        self._label = "" if marks is None else marks.label  # what is still to come of it
         self._mark: int | None = None  # the token that ends the part; None once the answer has begun, and without marks
         self._begin(is_open=marks is not None and marks.is_open)
 
@@ -86,14 +150,17 @@ class OutputText:
 
     def push(self, token_id: int) -> None:
         """Adds the text that ``token_id`` makes certain."""
+        self._read(token_id)
+        if self._num_pending:
+            self._num_pending -= 1
+
+    def _read(self, token_id: int) -> None:
         self.num_reasoning_tokens += self._is_open or (token_id == self._mark)
         if token_id == self._mark:
             self._add(self._stream.finish())
             self._begin(is_open=not self._is_open)
         else:
             self._add(self._stream.push(token_id))
-        if self._num_pending:
-            self._num_pending -= 1
 
     def finish(self) -> None:
         """Adds the rest, after the last token; it may still hold a stop string."""
@@ -119,6 +186,8 @@ class OutputText:
             self.pieces.append(text)
 
     def _think(self, text: str) -> None:
+        while text and self._label:
+            self._label, text = (self._label[1:], text[1:]) if text[0] == self._label[0] else ("", text)
         if self.thoughts is None:
             self.thoughts = [text] if (text := text.lstrip()) else None
         elif text:

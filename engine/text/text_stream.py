@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import tokenizers
@@ -53,9 +53,14 @@ class TextDecoder:
         self._replaced = replaced or []
         self._is_local = _is_local(steps)
 
-    def stream(self, skip_special_tokens: bool, prompt_ids: Sequence[int] = ()) -> TextStream:
-        """A stream for the ids that follow ``prompt_ids``, which only tell whether the text has begun."""
-        skipped = self._special_ids if skip_special_tokens else frozenset()
+    def stream(
+        self, skip_special_tokens: bool, prompt_ids: Sequence[int] = (), kept_ids: Collection[int] = ()
+    ) -> TextStream:
+        """A stream for the ids that follow ``prompt_ids``, which only tell whether the text has begun.
+
+        Special tokens among ``kept_ids`` are not left out.
+        """
+        skipped = self._special_ids.difference(kept_ids) if skip_special_tokens else frozenset()
         if self._is_byte_level:
             return _ByteLevelStream(self._table, self._bytes_of, skipped)
         if self._is_byte_fallback:

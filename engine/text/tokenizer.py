@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -37,10 +37,12 @@ class Tokenizer:
         self._special_tokens = _special_tokens(config)
         self.chat_template = chat_template
         self._template = self._tool_template = None if chat_template is None else ChatTemplate(chat_template)
+        self.tool_template = chat_template  # of conversations with tools
         named = config.get("chat_template")
         if chat_template is not None and chat_template == select_template(named):
             for_tools = select_template(named, "tool_use")
-            self._tool_template = self._template if for_tools is None else ChatTemplate(for_tools)
+            if for_tools is not None:
+                self.tool_template, self._tool_template = for_tools, ChatTemplate(for_tools)
         self.bos_token_id = self._named_id("bos_token")
         self.eos_token_id = self._named_id("eos_token")
         special = {i: token for i, token in backend.get_added_tokens_decoder().items() if token.special}
@@ -83,6 +85,14 @@ class Tokenizer:
         """
         return self._ids(self._backend, self._check_text(text, max_tokens), add_special_tokens)
 
+    def token_of(self, text: str) -> int | None:
+        """The one token that ``text`` is; None where it is several, or cannot be tokenized."""
+        try:
+            ids = self.encode(text, add_special_tokens=False)
+        except RequestError:
+            return None
+        return ids[0] if len(ids) == 1 else None
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; ids without a token give none. Raises RequestError."""
         message = "the ids cannot be decoded"
@@ -98,9 +108,11 @@ class Tokenizer:
         found = self._decoder.token_bytes(token_id)
         return self.token_text(token_id).encode() if found is None else found
 
-    def text_stream(self, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()) -> TextStream:
-        """Incremental ``decode`` of the ids that follow ``prompt_ids``."""
-        return self._decoder.stream(skip_special_tokens, prompt_ids)
+    def text_stream(
+        self, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = (), kept_ids: Collection[int] = ()
+    ) -> TextStream:
+        """Incremental ``decode`` of the ids that follow ``prompt_ids``; special tokens among ``kept_ids`` stay."""
+        return self._decoder.stream(skip_special_tokens, prompt_ids, kept_ids)
 
     def bad_word_ids(self, words: Sequence[str]) -> list[list[int]]:
         """Token sequences that spell ``SamplingParams.bad_words``, with and without a space before."""

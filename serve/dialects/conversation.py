@@ -108,9 +108,9 @@ def with_system(text: str | None, messages: Sequence[JsonObject]) -> list[JsonOb
     return [*([{"role": "system", "content": system}] if system else ()), *messages[number:]]
 
 
-def function_tool(name: str, description: str | None, parameters: JsonObject | None) -> JsonObject:
+def function_tool(name: str, description: str | None, parameters: JsonObject | None, strict: bool | None) -> JsonObject:
     """A tool as chat completions and templates know it."""
-    given = {"name": name, "description": description, "parameters": parameters}
+    given = {"name": name, "description": description, "parameters": parameters, "strict": strict or None}
     return {"type": "function", "function": {key: value for key, value in given.items() if value is not None}}
 
 

@@ -11,7 +11,8 @@ from qkv_engine.text.tokenizer import Tokenizer
 from ..bodies import JsonObject, read_with
 from ..errors import MESSAGES
 from ..generate import GenerationRequest, frontend_of, generate, json_response
-from ..tools import for_template
+from ..tools.choice import ToolUse
+from ..tools.history import for_template
 from .messages_answer import MessagesAnswer
 from .messages_body import NAMES, read_count, read_messages
 
@@ -29,14 +30,15 @@ async def answer(request: Request) -> Response:
     frontend = frontend_of(request)
     asked, load = await read_with(request, read_messages, frontend)
     answer_id = f"msg_{request.state.own_id}"
-    answer = MessagesAnswer(asked, answer_id, frontend.name, frontend.engine.tokenizer, request.state.id)
     chat, kwargs = asked.chat, asked.chat.template_kwargs()
+    tools = ToolUse(chat, frontend.engine.tokenizer)
+    answer = MessagesAnswer(asked, answer_id, frontend.name, tools, request.state.id)
 
     def prompts() -> list[list[JsonObject]]:
         return [for_template(chat.messages)]
 
     work = GenerationRequest(
-        chat, load, answer, answer, answer_id, NAMES, prompts, template_kwargs=kwargs, shortens=True
+        chat, load, answer, answer, answer_id, NAMES, prompts, template_kwargs=kwargs, tools=tools, shortens=True
     )
     return await generate(request, work)
 

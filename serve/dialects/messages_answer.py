@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 
 from qkv_engine import CompletionOutput, RequestOutput
-from qkv_engine.text.tokenizer import Tokenizer
 
 from ..bodies import JsonObject
 from ..errors import ApiError
 from ..events import COMMENT, named_event
+from ..tools.choice import ToolUse
 from ..usage import kv_usage
 from .answer_parts import AnswerPart, AnswerReader
 from .messages_body import AskedMessages
@@ -29,8 +29,8 @@ class MessagesAnswer:
 
     closing = b""
 
-    def __init__(self, asked: AskedMessages, answer_id: str, model: str, tokenizer: Tokenizer | None, request_id: str):
-        self._reader = AnswerReader(asked.chat, tokenizer, calls_once=asked.body.calls_once)
+    def __init__(self, asked: AskedMessages, answer_id: str, model: str, tools: ToolUse, request_id: str):
+        self._reader = AnswerReader(tools)
         self._base = {"id": answer_id, "type": "message", "role": "assistant", "model": model}
         self._max_tokens, self._request_id = asked.body.max_tokens, request_id
         self._open: AnswerPart | None = None
@@ -39,14 +39,12 @@ class MessagesAnswer:
     def whole(self, outputs: Sequence[RequestOutput]) -> JsonObject:
         (output,) = outputs
         (completion,) = output.outputs
-        self._reader.begin(output)
         self._reader.read(completion)
         number = len(completion.token_ids)
         content = [self._block(part, part.text) for part in self._reader.parts]
         return {**self._base, "content": content, **self._end(number), "usage": self._usage(outputs, number)}
 
     def opening(self, number: int, output: RequestOutput) -> Iterable[bytes]:
-        self._reader.begin(output)
         self._has_begun = True
         usage = self._usage([output], sum(len(completion.token_ids) for completion in output.outputs))
         begun: JsonObject = {**self._base, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}

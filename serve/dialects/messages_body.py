@@ -51,6 +51,7 @@ class MessagesTool(msgspec.Struct):
     type: str | None = None
     description: str | None = None
     input_schema: JsonObject | None = None
+    strict: bool | None = None
 
 
 class MessagesToolChoice(msgspec.Struct):
@@ -108,15 +109,11 @@ class CountBody(SharedFields, kw_only=True):
             self._messages(),
             tools=[_tool(tool, f"tools[{number}]") for number, tool in enumerate(self.tools or ())] or None,
             tool_choice=_choice(self.tool_choice),
+            parallel_tool_calls=False if self.tool_choice and self.tool_choice.disable_parallel_tool_use else None,
             response_format=form,
             chat_template_kwargs=self.template_variables(thinks, config.effort),
             **own,
         )
-
-    @property
-    def calls_once(self) -> bool:
-        """Whether the model may call one tool at most."""
-        return self.tool_choice is not None and bool(self.tool_choice.disable_parallel_tool_use)
 
     def _messages(self) -> list[JsonObject]:
         turns = Turns()
@@ -217,7 +214,7 @@ def _tool(tool: MessagesTool, field: str) -> JsonObject:
     if tool.type not in (None, "custom"):
         remedy = "no tools are built in; send one with an input_schema, and run it"
         raise unsupported(f"{field}.type", f"{tool.type[:40]!r} is not supported: {remedy}")
-    return function_tool(tool.name, tool.description, need(tool.input_schema, f"{field}.input_schema"))
+    return function_tool(tool.name, tool.description, need(tool.input_schema, f"{field}.input_schema"), tool.strict)
 
 
 def _choice(choice: MessagesToolChoice | None) -> str | JsonObject | None:

@@ -10,7 +10,8 @@ from starlette.routing import Route
 from ..bodies import JsonObject, read_with
 from ..errors import RESPONSES, ApiError
 from ..generate import GenerationRequest, frontend_of, generate, json_response
-from ..tools import for_template
+from ..tools.choice import ToolUse
+from ..tools.history import for_template
 from .conversation import unsupported, with_system
 from .response_store import ResponseStore, StoredResponse
 from .responses_answer import ResponsesAnswer
@@ -39,9 +40,12 @@ def responses_routes(store: ResponseStore) -> list[Route]:
                 messages = msgspec.json.encode([*conversation, *answer])
                 store.put(tenant, answer_id, StoredResponse(msgspec.json.encode(response), messages))
 
-        answer = ResponsesAnswer(asked, answer_id, frontend.name, frontend.engine.tokenizer, keep, is_stored=is_stored)
-        kwargs = asked.chat.template_kwargs()
-        work = GenerationRequest(asked.chat, load, answer, answer, answer_id, NAMES, prompts, template_kwargs=kwargs)
+        chat, tools = asked.chat, ToolUse(asked.chat, frontend.engine.tokenizer)
+        answer = ResponsesAnswer(asked, answer_id, frontend.name, tools, keep, is_stored=is_stored)
+        kwargs = chat.template_kwargs()
+        work = GenerationRequest(
+            chat, load, answer, answer, answer_id, NAMES, prompts, template_kwargs=kwargs, tools=tools
+        )
         return await generate(request, work)
 
     async def retrieve(request: Request) -> Response:

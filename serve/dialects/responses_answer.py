@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 
 from qkv_engine import CompletionOutput, RequestOutput
-from qkv_engine.text.tokenizer import Tokenizer
 
 from ..bodies import JsonObject
 from ..errors import ApiError
 from ..events import COMMENT, named_event
+from ..tools.choice import ToolUse
 from ..usage import kv_usage
 from .answer_parts import AnswerPart, AnswerReader
 from .responses_body import Asked, TextFormat
@@ -31,13 +31,13 @@ class ResponsesAnswer:
         asked: Asked,
         answer_id: str,
         model: str,
-        tokenizer: Tokenizer | None,
+        tools: ToolUse,
         keep: Callable[[JsonObject, list[JsonObject]], None],
         *,
         is_stored: bool,
     ):
         """``keep`` is called with the response once it has ended, and with the answer as messages."""
-        self._reader = AnswerReader(asked.chat, tokenizer, calls_once=asked.body.parallel_tool_calls is False)
+        self._reader = AnswerReader(tools)
         self._base = _base(asked, answer_id, model, is_stored)
         self._keep, self._number = keep, 0
         self._open: AnswerPart | None = None
@@ -45,12 +45,10 @@ class ResponsesAnswer:
     def whole(self, outputs: Sequence[RequestOutput]) -> JsonObject:
         (output,) = outputs
         (completion,) = output.outputs
-        self._reader.begin(output)
         self._reader.read(completion)
         return self._ended(outputs, len(completion.token_ids))
 
     def opening(self, number: int, output: RequestOutput) -> Iterable[bytes]:
-        self._reader.begin(output)
         return self._first_events()
 
     def part(self, number: int, delta: CompletionOutput) -> Iterable[bytes]:

@@ -165,6 +165,7 @@ class ResponsesBody(SharedFields, kw_only=True):
             max_tokens=self.max_output_tokens,
             tools=[_tool(tool, f"tools[{number}]") for number, tool in enumerate(self.tools or ())] or None,
             tool_choice=_choice(self.tool_choice),
+            parallel_tool_calls=self.parallel_tool_calls,
             response_format=None if self.text is None else _format(self.text.format),
             chat_template_kwargs=self.template_variables(thinks, effort),
         )
@@ -234,7 +235,7 @@ def _tool(tool: ResponsesTool, field: str) -> JsonObject:
     if tool.type != "function":
         remedy = "no tools are built in; send a function, and run it"
         raise unsupported(f"{field}.type", f"{tool.type[:40]!r} is not supported: {remedy}")
-    return function_tool(need(tool.name, f"{field}.name"), tool.description, tool.parameters)
+    return function_tool(need(tool.name, f"{field}.name"), tool.description, tool.parameters, tool.strict)
 
 
 def _choice(choice: str | JsonObject | None) -> str | JsonObject | None:

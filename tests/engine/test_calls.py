@@ -11,7 +11,8 @@ import pytest
 
 import qkv_engine
 from qkv_engine import Engine, EngineStats, KVUsage, RequestError, RequestStream, SamplingParams
-from qkv_engine.text.reasoning import OutputText, ReasoningMarks, find_marks
+from qkv_engine.text.find_marks import find_marks
+from qkv_engine.text.reasoning import OutputText, ReasoningMarks
 from qkv_engine.text.stop_strings import StopFinder
 
 QUESTION = "What is 47*86?"

@@ -189,7 +189,8 @@ def test_errors_name_the_field(server: Running):
     assert limit.param == "max_completion_tokens" and "max_completion_tokens=0" in limit.message
     assert error(extra_body={"kv_floor": "int3"}).param == "kv_floor"
     assert error(n=65, temperature=1).param == "n"
-    assert error(tool_choice="required", tools=[]).code == "unsupported_parameter"
+    assert error(tool_choice="required", tools=[]).param == "tool_choice"
+    assert error(tool_choice="some").code == "unsupported_parameter"
     assert error(response_format={"type": "xml"}).param == "response_format.type"
     assert error(response_format={"type": "json_schema"}).param == "response_format.json_schema"
     schema = {"name": "s", "schema": {"type": "nope"}}

@@ -15,6 +15,7 @@ from qkv_engine.serve.dialects.responses_body import read_responses
 from qkv_engine.serve.errors import ApiError
 from qkv_engine.serve.keys import Keys
 from qkv_engine.serve.limits import Limits
+from qkv_engine.serve.tools.choice import ToolUse
 
 from .running import ENDLESS_BODY, HELLO, Running, running
 from .scripted import WEATHER, call_text, calling, say, seen
@@ -283,7 +284,8 @@ def test_a_request_that_breaks_off_fails(demo_engine: Engine):
 
 
 def test_what_breaks_off_before_a_token_is_created_and_fails():
-    answer = ResponsesAnswer(read_responses(b'{"input": "Hi"}'), "resp_1", "demo", None, print, is_stored=False)
+    asked = read_responses(b'{"input": "Hi"}')
+    answer = ResponsesAnswer(asked, "resp_1", "demo", ToolUse(asked.chat, None), print, is_stored=False)
     events = [json.loads(event.split(b"data: ")[1]) for event in answer.failure(ApiError(503, "gone", param="input"))]
     assert [event["type"] for event in events] == [f"response.{name}" for name in ("created", "in_progress", "failed")]
     assert [event["sequence_number"] for event in events] == [0, 1, 2] and events[2]["response"]["output"] == []
