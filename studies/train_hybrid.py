@@ -83,7 +83,11 @@ class DeltaNet(nn.Module):
     def __init__(self, c: dict[str, Any]):
         super().__init__()
         self.k_heads, self.v_heads = c["linear_num_key_heads"], c["linear_num_value_heads"]
-        self.k_dim, self.v_dim, width = c["linear_key_head_dim"], c["linear_value_head_dim"], c["linear_conv_kernel_dim"]
+        self.k_dim, self.v_dim, width = (
+            c["linear_key_head_dim"],
+            c["linear_value_head_dim"],
+            c["linear_conv_kernel_dim"],
+        )
         keys, values, hidden = self.k_heads * self.k_dim, self.v_heads * self.v_dim, c["hidden_size"]
         self.in_proj_qkv = nn.Linear(hidden, 2 * keys + values, bias=False)
         self.in_proj_z = nn.Linear(hidden, values, bias=False)
@@ -211,7 +215,9 @@ def rows(tokenizer: Tokenizer, args: argparse.Namespace, seed: int, number: int)
         for _ in range(number):
             row = Row()
             while len(row) < length + 1:
-                row.add(*_with_document(encode(tokenizer, tasks.chat_text([turn(rng, args.max_facts, args.max_digits)]))))
+                row.add(
+                    *_with_document(encode(tokenizer, tasks.chat_text([turn(rng, args.max_facts, args.max_digits)])))
+                )
             batch.append(torch.tensor([row.columns[0][: length + 1], row.columns[3][: length + 1]]))
         yield torch.stack(batch)
 
