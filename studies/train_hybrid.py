@@ -1,7 +1,7 @@
-"""Trains a tiny hybrid, three layers of states to one of attention, on two demo tasks: ``python -m studies.train_hybrid``.
+"""Trains a tiny hybrid, three layers with states to one with attention: ``python -m studies.train_hybrid``.
 
-It is there to measure what formats of states cost, and ships nowhere. Rows are conversations of several turns, so that
-states last. The model is a plain training copy of Qwen3.5; its delta rule is the engine's.
+It is there to measure what formats of states cost on two demo tasks, and ships nowhere. Rows are conversations of
+several turns, so that states last. The model is a plain training copy of Qwen3.5; its delta rule is the engine's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from qkv_engine.bench import tasks
 from qkv_engine.kernels.delta_net.cpu import delta_rule
 from qkv_engine.kernels.delta_net.reference import gated_rms_norm, gates
 
-from .train_demo import DEVICE, MLP, Row, encode, export, make_optimizer, rope
+from .train_demo import DEVICE, MLP, encode, export, make_optimizer, rope
 
 DEMO = Path(__file__).resolve().parents[1] / "engine" / "assets" / "demo"
 CONFIG: dict[str, Any] = {
@@ -207,23 +207,21 @@ def turn(rng: random.Random, max_facts: int, max_digits: int) -> tasks.Turn:
             return found
 
 
-def rows(tokenizer: Tokenizer, args: argparse.Namespace, seed: int, number: int) -> Iterator[Tensor]:
+def rows(
+    tokenizer: Tokenizer, *, seed: int, number: int, length: int, max_facts: int, max_digits: int
+) -> Iterator[Tensor]:
     """Endless batches ``[number, 2, length + 1]`` int64: ids, and 1 for the model's own tokens."""
-    rng, length = random.Random(seed), args.length
+    rng = random.Random(seed)
     while True:
         batch = []
         for _ in range(number):
-            row = Row()
-            while len(row) < length + 1:
-                row.add(
-                    *_with_document(encode(tokenizer, tasks.chat_text([turn(rng, args.max_facts, args.max_digits)])))
-                )
-            batch.append(torch.tensor([row.columns[0][: length + 1], row.columns[3][: length + 1]]))
+            row: tuple[list[int], list[int]] = [], []
+            while len(row[0]) < length + 1:
+                text = tasks.chat_text([turn(rng, max_facts, max_digits)])
+                for column, values in zip(row, encode(tokenizer, text), strict=True):
+                    column.extend(values)
+            batch.append(torch.tensor([column[: length + 1] for column in row]))
         yield torch.stack(batch)
-
-
-def _with_document(encoded: tuple[list[int], list[int]]) -> tuple[list[int], int, list[int]]:
-    return encoded[0], 0, encoded[1]
 
 
 def loss_and_right(model: Model, batch: Tensor) -> tuple[Tensor, Tensor]:
@@ -240,7 +238,7 @@ def loss_and_right(model: Model, batch: Tensor) -> tuple[Tensor, Tensor]:
 def train(model: Model, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
     """Steps until ``args.seconds`` have passed, the learning rate falls along a cosine; saved now and then."""
     optimizer, start, saved = make_optimizer(model, args.lr), time.monotonic(), 0.0
-    for step, batch in enumerate(rows(tokenizer, args, args.seed, args.rows)):
+    for step, batch in enumerate(rows(tokenizer, seed=args.seed, number=args.rows, **sizes(args))):
         elapsed = time.monotonic() - start
         if elapsed > args.seconds:
             break
@@ -257,6 +255,11 @@ def train(model: Model, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
         if elapsed - saved > args.save_every:
             export(model, tokenizer, args.out, CONFIG)
             saved = elapsed
+
+
+def sizes(args: argparse.Namespace) -> dict[str, int]:
+    """What the rows are made of."""
+    return {name: getattr(args, name) for name in ("length", "max_facts", "max_digits")}
 
 
 def parse_args() -> argparse.Namespace:
@@ -287,7 +290,7 @@ def main() -> None:
     train(model, tokenizer, args)
     export(model, tokenizer, args.out, CONFIG)
     with torch.no_grad():
-        held_out = rows(tokenizer, args, args.seed + 1, 64)
+        held_out = rows(tokenizer, seed=args.seed + 1, number=64, **sizes(args))
         loss, right = loss_and_right(model, next(held_out))
     print(f"held out: loss {loss.item():.4f}, own tokens right {right.item():.4f}", flush=True)
 

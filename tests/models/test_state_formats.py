@@ -13,11 +13,16 @@ import transformers
 from torch import Tensor
 
 from qkv_engine import ConfigError, Engine, SamplingParams
+from qkv_engine.bench.sizing import largest_batch, make_ladder
 from qkv_engine.config import STATE_DTYPES
 from qkv_engine.device.cpu.states import CpuStates
 from qkv_engine.kernels.delta_net import STATE_FORMATS, DeltaWeights, StateSpec
 from qkv_engine.kernels.delta_net.formats import StateFormat, decode, encode
-from qkv_engine.models.loader import LoadedModel
+from qkv_engine.loading import with_weights
+from qkv_engine.models.loader import LoadedModel, weights_nbytes
+from qkv_engine.models.registry import config_from_hf
+from qkv_engine.models.shapes import SHAPES
+from qkv_engine.presets import resolve_kv
 
 from .conftest import DEMO, DenseBatch
 from .test_families import HYBRID, load_for
@@ -140,3 +145,16 @@ def test_bytes_of_a_large_layer() -> None:
     spec = StateSpec(num_k_heads=16, num_v_heads=48, k_dim=128, v_dim=128, conv_width=4)
     bits = [8 * spec._replace(format=fmt).conv_offset / (48 * 128 * 128) for fmt in STATE_FORMATS.values()]
     assert bits == [32, 16.25, 8.25]
+
+
+def test_a_27b_model_in_24_gib_holds_three_times_the_requests() -> None:
+    """Weights of 4 bits and requests of 32,768 tokens, by the cache's own admission."""
+    model = with_weights(config_from_hf(SHAPES["qwen3.5-27b"]), "int4")
+    left = 24 * 2**30 - weights_nbytes(model, torch.bfloat16, 1, torch.device("cuda"))
+
+    def most(kv: str, state_dtype: str) -> int:
+        ladder = make_ladder(resolve_kv(kv, state_dtype), model, torch.bfloat16, max_model_len=32_768)
+        return largest_batch(ladder, left, 32_768)
+
+    assert [most("bf16", "float32"), most("bf16", "int8")] == [4, 4]
+    assert [most("auto", dtype) for dtype in STATE_DTYPES] == [12, 14, 15]
