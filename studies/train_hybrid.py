@@ -105,23 +105,24 @@ class DeltaNet(nn.Module):
         rows, length = x.shape[:2]
         weight = self.conv1d.weight[:, 0]
         padded = F.pad(self.in_proj_qkv(x), (0, 0, weight.shape[1] - 1, 0)).float()
-        mixed = F.silu(sum(padded[:, i : i + length] * weight[:, i] for i in range(weight.shape[1])))
+        inputs = [padded[:, i : i + length] * weight[:, i] for i in range(weight.shape[1])]
+        mixed = F.silu(torch.stack(inputs).sum(0))
         keys = self.k_heads * self.k_dim
-        parts = mixed.split((keys, keys, self.v_heads * self.v_dim), dim=-1)
+        parts = torch.split(mixed, (keys, keys, self.v_heads * self.v_dim), dim=-1)
         q, k = (self._heads(part, self.k_dim) for part in parts[:2])
         beta, g = gates(self.in_proj_b(x), self.in_proj_a(x), self.A_log.exp(), self.dt_bias)
         beta, g = (each.transpose(0, 1).flatten(1) for each in (beta, g))
         state = x.new_zeros(rows * self.v_heads, self.k_dim, self.v_dim, dtype=torch.float32)
         with torch.autocast(DEVICE, enabled=False):
             out, _ = delta_rule(q, k, self._heads(parts[2], self.v_dim), beta, g, state)
-        out = out.unflatten(1, (rows, self.v_heads)).transpose(0, 1).to(x.dtype)
+        out = torch.unflatten(out, 1, (rows, self.v_heads)).transpose(0, 1).to(x.dtype)
         z = self.in_proj_z(x).unflatten(-1, (self.v_heads, self.v_dim))
         projected: Tensor = self.out_proj(self.norm(out, z).flatten(2))
         return projected
 
     def _heads(self, x: Tensor, size: int) -> Tensor:
         """[B, T, H D] as [T, B H, D]: rows of the batch are further heads."""
-        return x.transpose(0, 1).unflatten(-1, (-1, size)).flatten(1, 2)
+        return torch.unflatten(x.transpose(0, 1), -1, (-1, size)).flatten(1, 2)
 
 
 class Attention(nn.Module):
@@ -153,7 +154,7 @@ class Attention(nn.Module):
         """x [B, T, H, D] with its first channels rotated by the position in T."""
         exponents = torch.arange(0, self.rotary, 2, device=x.device) / self.rotary
         angles = torch.arange(x.shape[1], device=x.device)[:, None, None] * self.theta**-exponents
-        first, rest = x.split((self.rotary, x.shape[-1] - self.rotary), dim=-1)
+        first, rest = torch.split(x, (self.rotary, x.shape[-1] - self.rotary), dim=-1)
         return torch.cat((rope(first, angles.cos(), angles.sin()), rest), -1).to(x.dtype)
 
 

@@ -148,13 +148,14 @@ def test_bytes_of_a_large_layer() -> None:
 
 
 def test_a_27b_model_in_24_gib_holds_three_times_the_requests() -> None:
-    """Weights of 4 bits and requests of 32,768 tokens, by the cache's own admission."""
+    """Weights of 4 bits and requests of 32,768 tokens, and of 4,096, by the cache's own admission."""
     model = with_weights(config_from_hf(SHAPES["qwen3.5-27b"]), "int4")
     left = 24 * 2**30 - weights_nbytes(model, torch.bfloat16, 1, torch.device("cuda"))
 
-    def most(kv: str, state_dtype: str) -> int:
-        ladder = make_ladder(resolve_kv(kv, state_dtype), model, torch.bfloat16, max_model_len=32_768)
-        return largest_batch(ladder, left, 32_768)
+    def most(kv: str, state_dtype: str, context: int) -> int:
+        ladder = make_ladder(resolve_kv(kv, state_dtype), model, torch.bfloat16, max_model_len=context)
+        return largest_batch(ladder, left, context)
 
-    assert [most("bf16", "float32"), most("bf16", "int8")] == [4, 4]
-    assert [most("auto", dtype) for dtype in STATE_DTYPES] == [12, 14, 15]
+    for context, wide, narrow in ((32_768, 4, [12, 14, 15]), (4096, 22, [39, 58, 76])):
+        assert most("bf16", "float32", context) == wide
+        assert [most("auto", dtype, context) for dtype in STATE_DTYPES] == narrow
