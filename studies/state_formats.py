@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -150,7 +150,7 @@ def measure(model: Path, questions: str, samples: int) -> None:
 
     def engine(name: str) -> Engine:
         state_dtype, kv = options[name]
-        limits = {"max_num_batched_tokens": 1, "max_num_seqs": 1, "num_threads": 1}
+        limits: dict[str, Any] = {"max_num_batched_tokens": 1, "max_num_seqs": 1, "num_threads": 1}
         return Engine(model, kv=kv, state_dtype=state_dtype, device="cpu", kv_memory="64MiB", **limits)
 
     plan = DivergencePlan(model=str(model), kvs=tuple(options), tasks=parse_tasks(questions, samples=samples))

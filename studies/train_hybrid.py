@@ -108,7 +108,7 @@ class DeltaNet(nn.Module):
         inputs = [padded[:, i : i + length] * weight[:, i] for i in range(weight.shape[1])]
         mixed = F.silu(torch.stack(inputs).sum(0))
         keys = self.k_heads * self.k_dim
-        parts = torch.split(mixed, (keys, keys, self.v_heads * self.v_dim), dim=-1)
+        parts = torch.split(mixed, [keys, keys, self.v_heads * self.v_dim], dim=-1)
         q, k = (self._heads(part, self.k_dim) for part in parts[:2])
         beta, g = gates(self.in_proj_b(x), self.in_proj_a(x), self.A_log.exp(), self.dt_bias)
         beta, g = (each.transpose(0, 1).flatten(1) for each in (beta, g))
@@ -154,7 +154,7 @@ class Attention(nn.Module):
         """x [B, T, H, D] with its first channels rotated by the position in T."""
         exponents = torch.arange(0, self.rotary, 2, device=x.device) / self.rotary
         angles = torch.arange(x.shape[1], device=x.device)[:, None, None] * self.theta**-exponents
-        first, rest = torch.split(x, (self.rotary, x.shape[-1] - self.rotary), dim=-1)
+        first, rest = torch.split(x, [self.rotary, x.shape[-1] - self.rotary], dim=-1)
         return torch.cat((rope(first, angles.cos(), angles.sin()), rest), -1).to(x.dtype)
 
 
