@@ -49,7 +49,9 @@ def engine_codes(state: Tensor, carried: Tensor, *, bits: int) -> Rounded:
     return decode(encode(state, INT8 if bits == 8 else INT16)), carried
 
 
-def codes(levels: int, state: Tensor, carried: Tensor, *, dim: int = 1, at_random: bool = False) -> Rounded:
+def codes(
+    levels: int, state: Tensor, carried: Tensor, *, dim: int | tuple[int, int] = 1, at_random: bool = False
+) -> Rounded:
     """Codes with a scale for each run of elements along ``dim``."""
     step = state.abs().amax(dim, keepdim=True).clamp_min(1e-30) / levels
     found = torch.floor(state / step + (torch.rand_like(state) if at_random else 0.5))

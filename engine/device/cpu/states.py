@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qkv_engine.kernels.delta_net import DeltaWeights, StateFormat, StateSpec, StateViews
+from qkv_engine.kernels.delta_net import DeltaWeights, StateSpec, StateViews
 from qkv_engine.kernels.delta_net.cpu import delta_net_chunk, delta_net_step
 from qkv_engine.kernels.delta_net.formats import decode, encode
 
@@ -74,19 +74,18 @@ class CpuStates:
             recurrent, conv = (
                 torch.stack(parts) for parts in zip(*((decode(s.recurrent), s.conv) for s in states), strict=True)
             )
-            out[:n], *new = delta_net_step(qkv[:n], b[:n], a[:n], weights, recurrent, conv)
-            _write(states, *new, spec.format)
+            out[:n], recurrent, conv = delta_net_step(qkv[:n], b[:n], a[:n], weights, recurrent, conv)
+            _write(states, StateViews(encode(recurrent, spec.format), conv))
         for item in self._items[n:]:
             part, state = slice(item.first, item.last), self._planner.state(layer, item)
-            recurrent = decode(state.recurrent)
-            out[part], *new = delta_net_chunk(qkv[part], b[part], a[part], weights, recurrent, state.conv)
-            _write([state], *(x[None] for x in new), spec.format)
+            recurrent, conv = decode(state.recurrent), state.conv
+            out[part], recurrent, conv = delta_net_chunk(qkv[part], b[part], a[part], weights, recurrent, conv)
+            _write([state], StateViews(encode(recurrent[None], spec.format), conv[None]))
         return out
 
 
-def _write(states: list[StateViews], recurrent: Tensor, conv: Tensor, fmt: StateFormat) -> None:
-    """Stores the states [B, HV, DK, DV] float32 of several requests, and those of the convolution."""
-    new = StateViews(encode(recurrent, fmt), conv).parts()
+def _write(states: list[StateViews], new: StateViews) -> None:
+    """Stores the states of several requests, which ``new`` has side by side in a dimension before the others."""
     for i, state in enumerate(states):
-        for target, source in zip(state.parts(), new, strict=True):
+        for target, source in zip(state.parts(), new.parts(), strict=True):
             target.copy_(source[i])
