@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from qkv_engine.config import WARM_UPS, Fit, KVConfig
+from qkv_engine.config import STATE_DTYPES, WARM_UPS, Fit, KVConfig
 from qkv_engine.errors import CapacityError, ConfigError, ModelError, QKVError
 from qkv_engine.presets import DEFAULT_KV, preset_families, resolve_kv
 
@@ -36,7 +36,7 @@ DEMO = "demo"  # the MODEL that stands for the one inside the package
 _OTHER_FIELDS = {"max_num_seqs": "batch_sweep"}
 
 _ENGINE_OPTIONS = (
-    *("model", "kv", "kv_memory", "host_memory", "dtype", "weights", "device"),
+    *("model", "kv", "state_dtype", "kv_memory", "host_memory", "dtype", "weights", "device"),
     *("max_model_len", "extend_context", "cuda_graphs", "warm_up", "max_itl_ms", "tensor_parallel", "num_threads"),
     "revision",
 )
@@ -63,6 +63,7 @@ def add_model_arguments(
     group.add_argument(
         "--kv", metavar=metavar, help=f"{noun}, how KV blocks are stored, or a plan file (.json): {presets}"
     )
+    add_state_argument(group)
     group.add_argument("--kv-memory", metavar="SIZE", help='memory for the KV cache, such as "20GiB" or "50%%"')
     if caches_prefixes:
         help = 'memory of the host in which cached prefixes sleep, such as "32GiB" (default: none)'
@@ -95,6 +96,12 @@ def add_model_arguments(
         metavar="N",
         help="GPUs that share the model; --kv-memory is that of each (default: 1)",
     )
+
+
+def add_state_argument(group: argparse._ArgumentGroup) -> None:
+    """``--state-dtype``, of models that keep states."""
+    help = f"how recurrent states of a hybrid are stored: {', '.join(STATE_DTYPES)} (default: float32)"
+    group.add_argument("--state-dtype", metavar="NAME", help=help)
 
 
 def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
@@ -181,7 +188,9 @@ def refuse_shape(model: str | None) -> None:
         raise ConfigError("a shape without weights and tokenizer", field="model", value=model, remedy=remedy)
 
 
-def kv_ladders(text: str | None, others: Mapping[str, KVConfig] | None = None) -> dict[str, KVConfig]:
+def kv_ladders(
+    text: str | None, others: Mapping[str, KVConfig] | None = None, *, state_dtype: str | None = None
+) -> dict[str, KVConfig]:
     """The presets and plan files of "bf16,plan.json", each once and by its name; the default for None.
 
     ``others`` are ladders by names that only the command knows. Raises ``ConfigError`` for an unknown name, and for two
@@ -189,7 +198,7 @@ def kv_ladders(text: str | None, others: Mapping[str, KVConfig] | None = None) -
     """
     found: dict[str, KVConfig] = {}
     for word in dict.fromkeys(part.strip() for part in (DEFAULT_KV if text is None else text).split(",")):
-        kv = (others or {}).get(word) or resolve_kv(word)
+        kv = resolve_kv((others or {}).get(word) or word, state_dtype)
         if kv.name in found:
             raise ConfigError(f"there is another {kv.name}", field="kv", value=word, remedy="Rename one of the files")
         found[kv.name] = kv

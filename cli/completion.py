@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from qkv_engine.bench.papers import PAPERS
-from qkv_engine.config import WEIGHTS
+from qkv_engine.config import STATE_DTYPES, WEIGHTS
 from qkv_engine.presets import PRESETS
 
 from . import common
@@ -51,6 +51,7 @@ def _offer_values(actions: Iterable[argparse.Action]) -> None:
         "preset": PAPERS,
         "dtype": ("auto", "bfloat16", "float16", "float32"),
         "weights": WEIGHTS,
+        "state_dtype": STATE_DTYPES,
         "device": ("auto", "cpu", "cuda"),
     }
     for action in actions:

@@ -106,7 +106,7 @@ def _capacity(args: argparse.Namespace) -> dict[str, Any]:
     check_context(config, args.max_model_len, bool(args.extend_context))
     dtype = weight_dtype(args.dtype or "auto", config, device)
     context = args.max_model_len or config.max_position_embeddings
-    kv_config = resolve_kv(args.kv)
+    kv_config = resolve_kv(args.kv, args.state_dtype)
     ladder = make_ladder(kv_config, config, dtype, num_ranks, context)
     facts = _device(device)
     weights, free = weights_nbytes(config, dtype, num_ranks, device), facts["free_bytes"]

@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
 def _run_questions(args: argparse.Namespace) -> int:
     from qkv_engine.bench.accuracy import evaluate
 
-    ladders = common.kv_ladders(args.kv)
+    ladders = common.kv_ladders(args.kv, state_dtype=args.state_dtype)
     plan = _plan(args, tuple(ladders))
     results.check_targets(args, log_samples=(".jsonl",))
     check_ladders(args, ladders.values())

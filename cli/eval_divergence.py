@@ -29,7 +29,7 @@ def run(args: argparse.Namespace, tasks: tuple[Task, ...], samples: int) -> int:
     """Measure the right replies of ``tasks`` and ``samples`` lines of ``args.data``; return the exit code."""
     from qkv_engine.bench.divergence import DivergencePlan, divergence_table, measure_divergence
 
-    ladders = common.kv_ladders(args.kv)
+    ladders = common.kv_ladders(args.kv, state_dtype=args.state_dtype)
     plan = DivergencePlan(
         model=args.model or common.DEMO,
         kvs=tuple(ladders),

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     require_lm_eval()
     if not args.verbose and not args.debug:
         logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of options that were given
-    ladders = common.kv_ladders(args.kv)
+    ladders = common.kv_ladders(args.kv, state_dtype=args.state_dtype)
     plan = _plan(args, tuple(ladders))
     results.check_targets(args)
     check_ladders(args, ladders.values())

@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure what ``args`` ask for and return the exit code."""
     from qkv_engine.bench.perplexity import PerplexityPlan, measure_perplexity, perplexity_table, read_text
 
-    ladders = common.kv_ladders(args.kv)
+    ladders = common.kv_ladders(args.kv, state_dtype=args.state_dtype)
     text = read_text(args.perplexity)
     results.check_targets(args)
     check_ladders(args, ladders.values())

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from qkv_engine.config import EngineConfig
-from qkv_engine.presets import PLAN_SUFFIX
+from qkv_engine.presets import PLAN_SUFFIX, resolve_kv
 from qkv_engine.sizes import format_size
 
 from . import common, results
@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--kv", metavar="LIST", help="KV presets and plan files (.json) to compare (default: six presets)"
     )
+    common.add_state_argument(group)
     group.add_argument(
         "--extend-context", action="store_const", const=True, help="allow a context beyond what the model was made for"
     )
@@ -81,7 +82,9 @@ def run(args: argparse.Namespace) -> int:
 
     weights, args.weights = args.weights, None  # the model as it is stored: rows have formats of their own
     ladders, profile = tuple(common.kv_ladders(args.kv).values()) if args.kv else LADDERS, _profile(args.kv)
-    options = EngineConfig(kv=ladders[0], weights=weights, **common.given(args, *_OPTIONS))
+    options = EngineConfig(
+        kv=resolve_kv(ladders[0], args.state_dtype), weights=weights, **common.given(args, *_OPTIONS)
+    )
     is_here = args.device != "cuda" or args.memory is None or torch.cuda.is_available()
     device = resolve_device(args.device or "auto") if is_here else torch.device("cuda")
     task = FitTask.of(common.fit_of(args), read_model(args, args.model).config, device, options, is_here=is_here)

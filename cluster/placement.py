@@ -18,9 +18,9 @@ def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """
     found = dict(options)
     check_beside_fit(found.get("fit"), found)
-    kv = resolve_kv(found.get("kv"))
+    kv = resolve_kv(found.get("kv"), found.pop("state_dtype", None))
     EngineConfig(**{**found, "kv": kv})  # for its checks
-    return found if found.get("kv") is None else {**found, "kv": kv}
+    return found if kv == resolve_kv(None) else {**found, "kv": kv}
 
 
 def resources_of(options: Mapping[str, Any]) -> dict[str, float]:

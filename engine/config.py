@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 MAX_MS = 60_000.0  # of a limit of time: a minute, beyond which nobody waits for a token
 BLOCK_TOKENS = 128  # tokens of one request in one KV block
 MAX_RUNGS = 16  # of a ladder; each rung in use has one slab that is not full
+STATE_DTYPES = ("float32", "int16", "int8")  # how states of layers without KV are stored, the widest first
 MAX_NAME_CHARS = 64  # of a ladder's or a rung's name, shown in tables and every output
 
 
@@ -142,6 +143,7 @@ class KVConfig:
             None for keys as the model has them.
         bases: file of the bases in which K and V are stored; None for channels as the model has them. Keys are divided
             by ``key_scale`` first.
+        state_dtype: how recurrent states of a hybrid are stored: "float32", or codes of "int16" or "int8".
     """
 
     name: str
@@ -155,6 +157,7 @@ class KVConfig:
     model: ModelFingerprint | None = None
     key_scale: tuple[tuple[tuple[float, ...], ...], ...] | None = None
     bases: BasesFile | None = None
+    state_dtype: str = STATE_DTYPES[0]
 
     def __post_init__(self) -> None:
         _check_name("name", self.name)
@@ -171,6 +174,9 @@ class KVConfig:
         if self.bases is not None and not isinstance(self.bases, BasesFile):
             remedy = "Give None, or BasesFile(path, digest)"
             raise ConfigError("not a file of bases", field="bases", value=self.bases, remedy=remedy)
+        if self.state_dtype not in STATE_DTYPES:
+            remedy = f"Use {', '.join(STATE_DTYPES)}"
+            raise ConfigError("unknown", field="state_dtype", value=self.state_dtype, remedy=remedy)
         names = [rung.name for rung in self.rungs]
         if self.admit_at is not None and (not isinstance(self.admit_at, str) or self.admit_at not in names):
             remedy = f"Choose from {', '.join(names)}, or None for the last rung"

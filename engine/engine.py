@@ -50,6 +50,8 @@ class Engine(Closable):
 
     KV memory
         kv: preset, path of a plan file (a ``Path``, or a string that ends in .json), or ``KVConfig``; None for "auto".
+        state_dtype: how recurrent states of a hybrid are stored: "float32", or codes of "int16" or "int8"; None for
+            what ``kv`` says, which is "float32" in presets.
         kv_memory: bytes, a size such as "20GiB" or "4G", or a share of the memory that is free once the weights are
             loaded, such as 0.5 or "50%"; None for the default of docs/kv_cache.md.
         fit: a ``Fit``, which chooses ``weights``, ``kv``, ``kv_memory`` and ``max_model_len``; None for none.
@@ -83,6 +85,7 @@ class Engine(Closable):
         model: str | PathLike[str] | None = None,
         *,
         kv: str | Path | KVConfig | None = None,
+        state_dtype: str | None = None,
         kv_memory: int | str | float | None = None,
         host_memory: int | str | float | None = None,
         fit: Fit | None = None,
@@ -109,7 +112,7 @@ class Engine(Closable):
         check_beside_fit(fit, {"kv": kv, "weights": weights, "kv_memory": kv_memory, "max_model_len": max_model_len})
         config = EngineConfig(
             model=model,
-            kv=resolve_kv(kv),
+            kv=resolve_kv(kv, state_dtype),
             kv_memory=kv_memory,
             host_memory=host_memory,
             fit=fit,

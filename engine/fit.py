@@ -19,7 +19,7 @@ import torch
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.loader import is_unpacked, num_parameters, resolve_dtype, weights_nbytes
 
-from .config import WEIGHTS, EngineConfig, Fit, KVConfig
+from .config import STATE_DTYPES, WEIGHTS, EngineConfig, Fit, KVConfig
 from .device.layouts import Ladder
 from .device.memory import check_free, default_memory, free_memory
 from .errors import CapacityError, ConfigError
@@ -28,7 +28,7 @@ from .kv.slabs import make_tables
 from .kv.spec import KVSpec
 from .loading import check_context, find_checked, rank_ladder, resolve_device, with_weights
 from .measured_loss import measured_kv_loss, measured_weights_loss
-from .presets import DEFAULT_KV, PRESETS
+from .presets import DEFAULT_KV, PRESETS, resolve_kv
 from .sizes import format_size, least_size, parse_size
 
 logger = logging.getLogger("qkv_engine")
@@ -52,6 +52,7 @@ class FitTask:
     context: int
     requests: int
     num_ranks: int = 1
+    state_dtype: str = STATE_DTYPES[0]
 
     @classmethod
     def of(
@@ -69,7 +70,8 @@ class FitTask:
         else:
             nbytes = parse_size(fit.memory, field="memory", free=free_memory(device) if is_here else None)
         dtype, context = resolve_dtype(config.dtype, model, device), fit.context or model.max_position_embeddings
-        return cls(model, dtype, device, nbytes, context, fit.requests, config.tensor_parallel)
+        ranks = config.tensor_parallel
+        return cls(model, dtype, device, nbytes, context, fit.requests, ranks, config.kv.state_dtype)
 
     @property
     def load(self) -> str:
@@ -78,6 +80,7 @@ class FitTask:
 
     def ladder(self, kv: KVConfig) -> Ladder:
         """The ladder of ``kv``. Raises ``ConfigError`` if it does not fit the model's heads."""
+        kv = resolve_kv(kv, self.state_dtype)
         return rank_ladder(kv, self.model, self.num_ranks, self.dtype, self.context)
 
 
@@ -217,7 +220,7 @@ def fitted(config: EngineConfig) -> EngineConfig:
     return replace(
         config,
         weights=best.weights,
-        kv=PRESETS[best.kv],
+        kv=resolve_kv(best.kv, task.state_dtype),
         kv_memory=task.nbytes - best.weights_bytes,
         max_model_len=task.context,
         max_num_seqs=max(config.max_num_seqs, task.requests),

@@ -31,7 +31,7 @@ from qkv_engine.models.ranks import ALONE, Ranks
 from qkv_engine.models.registry import build_model
 from qkv_engine.models.weights.scheme import UNQUANTIZED, on_load_scheme
 
-from .config import EngineConfig, KVConfig
+from .config import STATE_DTYPES, EngineConfig, KVConfig
 from .device.backend import Backend
 from .device.cpu.backend import CpuBackend
 from .device.host_memory import HostMemory
@@ -68,6 +68,9 @@ def rank_ladder(
     that does not fit the model, and ``ModelError`` as ``check_groups``.
     """
     check_groups(model, max_model_len)
+    if kv.state_dtype != STATE_DTYPES[0] and not model.states:
+        remedy = "Leave state_dtype out"
+        raise ConfigError("the model keeps no states", field="state_dtype", value=kv.state_dtype, remedy=remedy)
     share = model.share(num_ranks)
     return ladder_of_layers(kv, kv_of_layers(share, max_model_len), dtype, share.states)
 

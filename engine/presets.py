@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -36,12 +37,17 @@ def preset_families() -> Iterator[str]:
         yield name + "".join(f"[{end}]" for end in ("-g32", "-sink") if name + end in PRESETS)
 
 
-def resolve_kv(kv: str | Path | KVConfig | None) -> KVConfig:
+def resolve_kv(kv: str | Path | KVConfig | None, state_dtype: str | None = None) -> KVConfig:
     """The KV configuration that ``kv`` stands for: None for the default one, a ``KVConfig`` for itself.
 
-    Otherwise ``kv`` names a preset, or is a plan file's path: a ``Path``, or a string that ends in .json. Raises
-    ``ConfigError`` for anything else.
+    Otherwise ``kv`` names a preset, or is a plan file's path: a ``Path``, or a string that ends in .json. A
+    ``state_dtype`` takes the place of its own. Raises ``ConfigError`` for anything else.
     """
+    found = _resolve(kv)
+    return found if state_dtype is None else replace(found, state_dtype=state_dtype)
+
+
+def _resolve(kv: str | Path | KVConfig | None) -> KVConfig:
     if kv is None:
         return PRESETS[DEFAULT_KV]
     if isinstance(kv, KVConfig):

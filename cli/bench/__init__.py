@@ -165,7 +165,7 @@ def _ladders(args: argparse.Namespace) -> dict[str, KVConfig]:
 
         none = [0.0] * read_model(args, args.shape).config.num_layers
         drawn[KVMIX_RANDOM] = KVmix(random_seed=args.seed).ladder(KVMIX_RANDOM, LayerScores(k=none, v=none))
-    return common.kv_ladders(args.kv, drawn)
+    return common.kv_ladders(args.kv, drawn, state_dtype=args.state_dtype)
 
 
 def _plan(args: argparse.Namespace, kvs: tuple[str, ...]) -> SweepPlan:

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure what ``args`` ask for and return the exit code."""
     from qkv_engine.bench.arrivals import measure
 
-    ladders = common.kv_ladders(args.kv)
+    ladders = common.kv_ladders(args.kv, state_dtype=args.state_dtype)
     plan = _plan(args, tuple(ladders))
     if args.max_model_len is None:
         asked = {"trace": args.trace, "task": plan.workload}

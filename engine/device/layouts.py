@@ -9,7 +9,7 @@ from itertools import chain, pairwise
 from math import lcm
 from typing import TYPE_CHECKING
 
-from qkv_engine.kernels.delta_net import StateSpec
+from qkv_engine.kernels.delta_net import STATE_FORMATS, StateSpec
 from qkv_engine.kernels.formats import (
     BlockLayout,
     Format,
@@ -157,8 +157,8 @@ class Ladder:
     """The rungs that blocks may step down, by their ``names``, and what they are in each group of layers.
 
     ``eager``: blocks step to the last rung as soon as they may; otherwise only when memory runs short. ``admit_at``:
-    the rung that admission counts with. ``states``: of layers that have one in place of KV, in ``dtype``, the model's,
-    but for what is float32 always; each is a slot of a request, in the main group.
+    the rung that admission counts with. ``states``: of layers that have one in place of KV, as they are stored, but for
+    the convolution's part in ``dtype``, the model's; each is a slot of a request, in the main group.
     """
 
     name: str
@@ -257,8 +257,9 @@ def ladder_of_layers(
         raise ConfigError(why, field="kv", value=config.name, remedy=error.remedy) from error
     names = tuple(rung.name for rung in config.rungs)
     admit_at = len(names) - 1 if config.admit_at is None else names.index(config.admit_at)
-    groups = _with_states(groups, [state.nbytes(dtype) for state in states])
-    return Ladder(config.name, names, groups, config.eager, admit_at, tuple(states), dtype)
+    stored = tuple(state._replace(format=STATE_FORMATS[config.state_dtype]) for state in states)
+    groups = _with_states(groups, [state.nbytes(dtype) for state in stored])
+    return Ladder(config.name, names, groups, config.eager, admit_at, stored, dtype)
 
 
 def _with_states(groups: tuple[LayerGroup, ...], sizes: Sequence[int]) -> tuple[LayerGroup, ...]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from . import reference
-from .state import DeltaWeights, StateSpec
+from .formats import STATE_FORMATS, StateFormat
+from .state import DeltaWeights, StateSpec, StateViews
 
 
 def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -26,4 +27,4 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     return reference.gated_rms_norm(x, z, weight, eps)
 
 
-__all__ = ["DeltaWeights", "StateSpec", "gated_rms_norm"]
+__all__ = ["STATE_FORMATS", "DeltaWeights", "StateFormat", "StateSpec", "StateViews", "gated_rms_norm"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .format_kernels import load_tile, store_tile
 from .step_kernels import load_unit, log_kept, silu
 
 
@@ -133,11 +134,12 @@ def chunk_scan_kernel(
     out_ptr, stride_gate,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    ELEMENT: tl.constexpr, SCALES: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Some columns of one value head's state pass all chunks of a request, which read it and write it.
 
     Shapes:  as in ``chunk_solve_kernel``;  addresses [I];  items [I, 4];  out [N, HV, DV]
-             recurrent [HV, DK, DV] float32 in a state
+             recurrent: see ``load_tile``; it is rounded once, behind the last chunk
     Grid:    (I * HV * cdiv(DV, BLOCK_V),)
     """
     TILES: tl.constexpr = (DV + BLOCK_V - 1) // BLOCK_V
@@ -148,11 +150,9 @@ def chunk_scan_kernel(
     p_item = items_ptr + item * 4
     first, number, is_first, i_m = tl.load(p_item), tl.load(p_item + 1), tl.load(p_item + 2), tl.load(p_item + 3)
     decay, dt_bias = tl.load(decay_ptr + i_h), tl.load(dt_bias_ptr + i_h)
-    p_state = (memory_ptr + tl.multiple_of(tl.load(addresses_ptr + item), 16)).to(tl.pointer_type(tl.float32))
-    p_state += (i_h * DK + o_k)[:, None] * DV + o_v[None, :]
-    m_old = o_k < tl.where(is_first == 0, DK, 0)
+    p_slot = memory_ptr + tl.multiple_of(tl.load(addresses_ptr + item), 16)
     TYPE: tl.constexpr = x_ptr.dtype.element_ty
-    b_state = tl.load(p_state, mask=m_old[:, None] & m_v[None, :], other=0.0)
+    b_state = load_tile(p_slot, i_h, o_k, o_v, tl.where(is_first == 0, DK, 0), DV, DK, DV, ELEMENT, SCALES)
     is_seen = o_t[:, None] >= o_t[None, :]
     for start in range(0, number, CHUNK):
         o_row, m_t = (first + start + o_t).to(tl.int64), start + o_t < number
@@ -172,4 +172,4 @@ def chunk_scan_kernel(
         tl.store(p_out, b_out.to(out_ptr.dtype.element_ty), mask=m_t[:, None] & m_v[None, :])
         b_kept = tl.trans((b_k * tl.exp(last - b_total)[:, None]).to(TYPE))
         b_state = b_state * tl.exp(last) + product(b_kept, b_new, PRECISION)
-    tl.store(p_state, b_state, mask=m_k[:, None] & m_v[None, :])
+    store_tile(p_slot, b_state, i_h, o_k, o_v, DK, DV, DK, DV, ELEMENT, SCALES, SHIFT)

@@ -7,17 +7,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-STATE_ALIGN = 128  # bytes: the convolution's part of a slot begins on a cache line
+from .formats import FLOAT32, StateFormat, Stored
+
+STATE_ALIGN = 128  # bytes: scales and the convolution's part of a slot begin on a cache line
 
 
 class StateSpec(NamedTuple):
-    """Heads and sizes of a gated delta-net layer. ``num_v_heads`` is a multiple of ``num_k_heads``, as in GQA."""
+    """Heads and sizes of a gated delta-net layer, and the ``format`` in which its recurrent state is stored.
+
+    ``num_v_heads`` is a multiple of ``num_k_heads``, as in GQA.
+    """
 
     num_k_heads: int
     num_v_heads: int
     k_dim: int
     v_dim: int
     conv_width: int
+    format: StateFormat = FLOAT32
 
     @property
     def num_channels(self) -> int:
@@ -26,7 +32,7 @@ class StateSpec(NamedTuple):
 
     @property
     def recurrent_shape(self) -> tuple[int, int, int]:
-        """Shape of the recurrent state, float32."""
+        """Shape of the recurrent state."""
         return self.num_v_heads, self.k_dim, self.v_dim
 
     @property
@@ -35,9 +41,14 @@ class StateSpec(NamedTuple):
         return self.num_channels, self.conv_width - 1
 
     @property
+    def scales_offset(self) -> int:
+        """Bytes of a slot before the scales [HV, DV], if the format has some."""
+        return _aligned(self.format.dtype.itemsize * self.num_v_heads * self.k_dim * self.v_dim)
+
+    @property
     def conv_offset(self) -> int:
         """Bytes of a slot before the convolution's state."""
-        return _aligned(4 * self.num_v_heads * self.k_dim * self.v_dim)
+        return self.scales_offset + _aligned(4 * self.num_v_heads * self.v_dim * self.format.has_scales)
 
     def nbytes(self, dtype: torch.dtype) -> int:
         """Bytes of a slot for a model that computes in ``dtype``."""
@@ -54,6 +65,26 @@ class StateSpec(NamedTuple):
         return q.unflatten(-1, (-1, self.k_dim)), k.unflatten(-1, (-1, self.k_dim)), v.unflatten(-1, (-1, self.v_dim))
 
 
+class StateViews(NamedTuple):
+    """A state as views of its slot: the recurrent one [HV, DK, DV] as it is stored, and ``conv`` [C, W - 1]."""
+
+    recurrent: Stored
+    conv: Tensor
+
+    @classmethod
+    def of(cls, slot: Tensor, spec: StateSpec, dtype: torch.dtype) -> StateViews:
+        """Those of ``slot`` [bytes] uint8, for a model that computes in ``dtype``."""
+        shape, scales = spec.recurrent_shape, None
+        elements = _shaped(slot[: spec.scales_offset].view(spec.format.dtype), shape)
+        if spec.format.has_scales:
+            scales = _shaped(slot[spec.scales_offset : spec.conv_offset].view(torch.float32), (shape[0], shape[2]))
+        return cls(Stored(elements, scales), _shaped(slot[spec.conv_offset :].view(dtype), spec.conv_shape))
+
+    def parts(self) -> list[Tensor]:
+        """All views."""
+        return [x for x in (*self.recurrent, self.conv) if x is not None]
+
+
 class DeltaWeights(NamedTuple):
     """What a layer computes with: ``conv`` [C, W], and of each value head ``decay`` and ``dt_bias`` [HV] float32.
 
@@ -68,3 +99,8 @@ class DeltaWeights(NamedTuple):
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // STATE_ALIGN) * STATE_ALIGN
+
+
+def _shaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The first elements of ``x``, behind which there is padding."""
+    return x[: torch.Size(shape).numel()].view(shape)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from ..overlap import let_next_start, wait_for_previous
+from .format_kernels import load_tile, store_tile
 
 NORM_EPS = tl.constexpr(1e-6)  # as in reference.py
 
@@ -69,12 +70,13 @@ def conv_step_kernel(
 def delta_step_kernel(
     memory_ptr, x_ptr, b_ptr, a_ptr, decay_ptr, dt_bias_ptr, addresses_ptr, lengths_ptr, out_ptr, stride_gate,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    ELEMENT: tl.constexpr, SCALES: tl.constexpr, SHIFT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Some columns of one value head's state: scaled, corrected under k, and read with q.
 
     Shapes:  x [B, 2 HK DK + HV DV], q, k and v;  b, a [B, HV], rows ``stride_gate`` apart;  decay, dt_bias [HV];
-             addresses, lengths [B];  out [B, HV, DV], zeros for padding;  recurrent [HV, DK, DV] float32 in a state
+             addresses, lengths [B];  out [B, HV, DV], zeros for padding;  recurrent: see ``load_tile``
     Grid:    (B * HV * cdiv(DV, BLOCK_V),)
     """
     let_next_start(OVERLAP)
@@ -86,10 +88,8 @@ def delta_step_kernel(
     decay, dt_bias = tl.load(decay_ptr + i_h), tl.load(dt_bias_ptr + i_h)
     wait_for_previous(OVERLAP)
     length = tl.load(lengths_ptr + i_b)
-    p_state = (memory_ptr + tl.multiple_of(tl.load(addresses_ptr + i_b), 16)).to(tl.pointer_type(tl.float32))
-    p_state += (i_h * DK + o_k)[:, None] * DV + o_v[None, :]
-    m_old, m_kept = o_k < tl.where(length > 1, DK, 0), o_k < tl.where(length > 0, DK, 0)
-    b_state = tl.load(p_state, mask=m_old[:, None] & m_v[None, :], other=0.0)
+    p_slot = memory_ptr + tl.multiple_of(tl.load(addresses_ptr + i_b), 16)
+    b_state = load_tile(p_slot, i_h, o_k, o_v, tl.where(length > 1, DK, 0), DV, DK, DV, ELEMENT, SCALES)
     p_x = x_ptr + i_b * (2 * HK * DK + HV * DV)
     p_k = p_x + i_h // (HV // HK) * DK + o_k
     b_q, b_k = load_unit(p_k, m_k), load_unit(p_k + HK * DK, m_k)
@@ -98,7 +98,7 @@ def delta_step_kernel(
     b_state *= tl.exp(log_kept(tl.load(a_ptr + i_b * stride_gate + i_h), decay, dt_bias))
     b_held = tl.sum(b_state * b_k[:, None], 0)
     b_state += b_k[:, None] * ((b_v.to(tl.float32) - b_held) * beta)[None, :]
-    tl.store(p_state, b_state, mask=m_kept[:, None] & m_v[None, :])
+    store_tile(p_slot, b_state, i_h, o_k, o_v, tl.where(length > 0, DK, 0), DV, DK, DV, ELEMENT, SCALES, SHIFT)
     b_out = tl.sum(b_state * b_q[:, None], 0) * (DK**-0.5)
     b_out = tl.where(length > 0, b_out, 0.0)
     tl.store(out_ptr + (i_b * HV + i_h) * DV + o_v, b_out.to(b_v.dtype), mask=m_v)

@@ -6,18 +6,22 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from ..fusion import FUSED
+from ..fusion import FUSED, UNFUSED
 from ..overlap import overlap_options
 from .chunk_kernels import chunk_scan_kernel, chunk_solve_kernel, conv_chunk_kernel, conv_state_kernel
 from .cpu import CHUNK
+from .format_kernels import narrow_state_kernel
+from .formats import FLOAT32, INT8, INT16, StateFormat
 from .plan import ChunkWork, StepWork
 from .state import DeltaWeights, StateSpec
 from .step_kernels import conv_step_kernel, delta_step_kernel, gated_norm_kernel
 
 CONV_TILE = 256  # channels of a program
 STEP_COLUMNS, SCAN_COLUMNS, SOLVE_COLUMNS = 32, 32, 64  # of a head's values
+ELEMENT = {FLOAT32: tl.float32, INT16: tl.int16, INT8: tl.int8}
 
 
 def delta_net_step_triton(
@@ -30,7 +34,7 @@ def delta_net_step_triton(
     layer: int,
     out: Tensor,
 ) -> None:
-    """One token of each request: the states in ``memory`` go on by it.
+    """One token of each request: the states in ``memory`` go on by it, in the format of the weights' spec.
 
     Shapes:  memory [bytes] uint8;  qkv [B, C];  b, a [B, HV], columns contiguous;  out [B, HV, DV], contiguous
     Rows of padding come out as zeros.
@@ -60,7 +64,7 @@ def delta_net_chunk_triton(
     layer: int,
     out: Tensor,
 ) -> None:
-    """All tokens of each request: the states in ``memory`` go on by them.
+    """All tokens of each request: the states in ``memory`` go on by them, in the format of the weights' spec.
 
     Shapes:  memory [bytes] uint8;  qkv [N, C];  b, a [N, HV], columns contiguous;  out [N, HV, DV], contiguous
     """
@@ -90,6 +94,19 @@ def delta_net_chunk_triton(
         memory, mixed, *gates, addresses, items, written, forgotten, out, b.stride(0),
         **constexprs, num_warps=num_warps, num_stages=1, **FUSED,
     )  # fmt: skip
+
+
+def narrow_states_triton(
+    memory: Tensor, src: Tensor, dst: Tensor, spec: StateSpec, new: StateFormat, dtype: torch.dtype
+) -> None:
+    """Writes the states at ``src``, of ``spec`` in a model that computes in ``dtype``, at ``dst`` in a narrower format.
+
+    Shapes:  memory [bytes] uint8;  src, dst [n] int64, addresses of slots, none of which overlap
+    """
+    constexprs, num_warps = narrow_variant(spec, new, dtype)
+    parts = spec.num_v_heads * triton.cdiv(spec.v_dim, constexprs["BLOCK_V"])
+    grid = len(src), max(parts, triton.cdiv(constexprs["CONV"], constexprs["TILE"]))
+    narrow_state_kernel[grid](memory, src, dst, **constexprs, num_warps=num_warps, **UNFUSED)
 
 
 def gated_rms_norm_triton(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -122,7 +139,7 @@ def conv_state_variant(spec: StateSpec) -> tuple[dict[str, Any], int]:
 
 def delta_step_variant(spec: StateSpec) -> tuple[dict[str, Any], int]:
     """Compile-time arguments and warps of ``delta_step_kernel``."""
-    return {**_heads(spec), **_blocks(spec, STEP_COLUMNS)}, 4
+    return {**_heads(spec), **_blocks(spec, STEP_COLUMNS), **_format(spec)}, 4
 
 
 def chunk_solve_variant(spec: StateSpec, dtype: torch.dtype) -> tuple[dict[str, Any], int]:
@@ -132,7 +149,27 @@ def chunk_solve_variant(spec: StateSpec, dtype: torch.dtype) -> tuple[dict[str, 
 
 def chunk_scan_variant(spec: StateSpec, dtype: torch.dtype) -> tuple[dict[str, Any], int]:
     """Compile-time arguments and warps of ``chunk_scan_kernel``."""
-    return {**_heads(spec), **_blocks(spec, SCAN_COLUMNS), "CHUNK": CHUNK, "PRECISION": _precision(dtype)}, 8
+    products = {"CHUNK": CHUNK, "PRECISION": _precision(dtype)}
+    return {**_heads(spec), **_blocks(spec, SCAN_COLUMNS), **products, **_format(spec)}, 8
+
+
+def narrow_variant(spec: StateSpec, new: StateFormat, dtype: torch.dtype) -> tuple[dict[str, Any], int]:
+    """Compile-time arguments and warps of ``narrow_state_kernel``."""
+    target = spec._replace(format=new)
+    heads = {name: value for name, value in _heads(spec).items() if name != "HK"}
+    sides = [("OLD", spec), ("NEW", target)]
+    parts = {
+        name: value
+        for side, each in sides
+        for name, value in {
+            side: ELEMENT[each.format],
+            f"{side}_SCALES": _format(each)["SCALES"],
+            f"{side}_CONV": each.conv_offset,
+            f"{side}_SHIFT": each.format.shift,
+        }.items()
+    }
+    conv = spec.num_channels * (spec.conv_width - 1) * dtype.itemsize
+    return {**heads, **_blocks(spec, STEP_COLUMNS), **parts, "CONV": conv, "TILE": 1024}, 4
 
 
 def gated_norm_variant(heads: int, size: int, eps: float) -> tuple[dict[str, Any], int]:
@@ -148,6 +185,12 @@ def _conv(spec: StateSpec) -> dict[str, int]:
 
 def _heads(spec: StateSpec) -> dict[str, int]:
     return {"HK": spec.num_k_heads, "HV": spec.num_v_heads, "DK": spec.k_dim, "DV": spec.v_dim}
+
+
+def _format(spec: StateSpec) -> dict[str, Any]:
+    """How ``load_tile`` and ``store_tile`` find a state: without scales they are 0 bytes behind it."""
+    scales = spec.scales_offset if spec.format.has_scales else 0
+    return {"ELEMENT": ELEMENT[spec.format], "SCALES": scales, "SHIFT": spec.format.shift}
 
 
 def _blocks(spec: StateSpec, columns: int) -> dict[str, int]:

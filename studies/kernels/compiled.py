@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from qkv_engine.kernels.delta_net import StateSpec
+from qkv_engine.kernels.delta_net import STATE_FORMATS, StateSpec
 from qkv_engine.kernels.delta_net import triton as delta_net
 from qkv_engine.kernels.delta_net.chunk_kernels import (
     chunk_scan_kernel,
@@ -28,6 +28,7 @@ from qkv_engine.kernels.delta_net.chunk_kernels import (
     conv_chunk_kernel,
     conv_state_kernel,
 )
+from qkv_engine.kernels.delta_net.format_kernels import narrow_state_kernel
 from qkv_engine.kernels.delta_net.step_kernels import conv_step_kernel, delta_step_kernel, gated_norm_kernel
 from qkv_engine.kernels.formats import PageLayout
 from qkv_engine.kernels.fusion import FUSED, UNFUSED
@@ -232,22 +233,27 @@ def moe_kernels(*, overlap: bool = True) -> Iterator[tuple[str, Any, dict[str, A
 
 
 def delta_net_kernels(*, overlap: bool = True) -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
-    """Gated delta-net, for the shapes of Qwen3.5 4B and 27B."""
+    """Gated delta-net, for the shapes of Qwen3.5 4B and 27B; what reads states, in all formats of them."""
     bf16, overlaps = torch.bfloat16, {"OVERLAP": overlap}
     for k_heads, v_heads in ((16, 32), (16, 48)):
-        spec = StateSpec(k_heads, v_heads, 128, 128, 4)
-        found: list[tuple[Any, tuple[dict[str, Any], int], dict[str, Any]]] = [
-            (conv_step_kernel, delta_net.conv_step_variant(spec), overlaps),
-            (delta_step_kernel, delta_net.delta_step_variant(spec), overlaps),
-            (gated_norm_kernel, delta_net.gated_norm_variant(v_heads, 128, 1e-6), overlaps),
-            (conv_chunk_kernel, delta_net.conv_chunk_variant(spec), {}),
-            (conv_state_kernel, delta_net.conv_state_variant(spec), {}),
-            (chunk_solve_kernel, delta_net.chunk_solve_variant(spec, bf16), {}),
-            (chunk_scan_kernel, delta_net.chunk_scan_variant(spec, bf16), {}),
+        spec, shape = StateSpec(k_heads, v_heads, 128, 128, 4), f"{k_heads}/{v_heads}"
+        found: list[tuple[str, Any, tuple[dict[str, Any], int], dict[str, Any]]] = [
+            (shape, conv_step_kernel, delta_net.conv_step_variant(spec), overlaps),
+            (shape, gated_norm_kernel, delta_net.gated_norm_variant(v_heads, 128, 1e-6), overlaps),
+            (shape, conv_chunk_kernel, delta_net.conv_chunk_variant(spec), {}),
+            (shape, conv_state_kernel, delta_net.conv_state_variant(spec), {}),
+            (shape, chunk_solve_kernel, delta_net.chunk_solve_variant(spec, bf16), {}),
         ]
-        for kernel, (constexprs, num_warps), more in found:
-            name = kernel.__name__.removesuffix("_kernel")
-            yield f"delta_net {name} {k_heads}/{v_heads}", kernel, {**constexprs, **more}, Tuning(num_warps, 1)
+        for fmt in STATE_FORMATS.values():
+            stored, name = spec._replace(format=fmt), f"{shape} {fmt.name}"
+            found.append((name, delta_step_kernel, delta_net.delta_step_variant(stored), overlaps))
+            found.append((name, chunk_scan_kernel, delta_net.chunk_scan_variant(stored, bf16), {}))
+        for old, new in combinations(STATE_FORMATS.values(), 2):
+            variant = delta_net.narrow_variant(spec._replace(format=old), new, bf16)
+            found.append((f"{shape} {old.name} {new.name}", narrow_state_kernel, variant, {}))
+        for name, kernel, (constexprs, num_warps), more in found:
+            kind = kernel.__name__.removesuffix("_kernel")
+            yield f"delta_net {kind} {name}", kernel, {**constexprs, **more}, Tuning(num_warps, 1)
 
 
 def seal_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:

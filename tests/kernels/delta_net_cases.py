@@ -7,9 +7,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from qkv_engine.kernels.delta_net import DeltaWeights, StateSpec, reference
+from qkv_engine.kernels.delta_net import DeltaWeights, StateSpec, StateViews, reference
+from qkv_engine.kernels.delta_net.formats import FLOAT32, INT8, INT16, StateFormat, decode, encode, narrow
 from qkv_engine.kernels.delta_net.plan import ChunkWork, StepWork
-from qkv_engine.kernels.delta_net.triton import delta_net_chunk_triton, delta_net_step_triton, gated_rms_norm_triton
+from qkv_engine.kernels.delta_net.triton import (
+    delta_net_chunk_triton,
+    delta_net_step_triton,
+    gated_rms_norm_triton,
+    narrow_states_triton,
+)
 
 from .common import relative_error
 from .interpreted import report
@@ -33,14 +39,15 @@ class Arena:
         order = torch.randperm(2 * number)
         self.addresses = (order * size + GAP).view(2, number)
 
-    def views(self, layer: int, request: int) -> tuple[Tensor, Tensor]:
-        """recurrent [HV, DK, DV] and conv [C, W - 1] in the arena."""
-        start, spec = int(self.addresses[layer, request]), self.spec
-        slot = self.memory[start : start + spec.nbytes(self.dtype)]
-        parts = slot[: spec.conv_offset].view(torch.float32), slot[spec.conv_offset :].view(self.dtype)
-        shapes = spec.recurrent_shape, spec.conv_shape
-        recurrent, conv = (x[: torch.Size(s).numel()].view(s) for x, s in zip(parts, shapes, strict=True))
-        return recurrent, conv
+    def views(self, layer: int, request: int) -> StateViews:
+        """A state in the arena."""
+        start = int(self.addresses[layer, request])
+        return StateViews.of(self.memory[start : start + self.spec.nbytes(self.dtype)], self.spec, self.dtype)
+
+    def state(self, layer: int, request: int) -> tuple[Tensor, Tensor]:
+        """Values of recurrent [HV, DK, DV] float32 and conv [C, W - 1]."""
+        views = self.views(layer, request)
+        return decode(views.recurrent), views.conv
 
     def num_written(self) -> int:
         """Bytes that hold something."""
@@ -72,12 +79,27 @@ def plain(
 
 def begin(arena: Arena, layer: int, request: int, is_first: bool) -> tuple[Tensor, Tensor]:
     """The state of a request: zeros where NaN is stored before its first token, else random values, stored as well."""
-    recurrent, conv = arena.views(layer, request)
+    spec, views = arena.spec, arena.views(layer, request)
     if is_first:
-        return torch.zeros(recurrent.shape), torch.zeros(conv.shape, dtype=conv.dtype)
-    recurrent.normal_()
-    conv.normal_()
+        return torch.zeros(spec.recurrent_shape), torch.zeros(spec.conv_shape, dtype=arena.dtype)
+    stored = encode(torch.randn(spec.recurrent_shape), spec.format)
+    for target, source in zip(views.parts(), StateViews(stored, torch.randn(spec.conv_shape)).parts(), strict=True):
+        target.copy_(source)
+    recurrent, conv = arena.state(layer, request)
     return recurrent.clone(), conv.clone()
+
+
+def states(arena: Arena, layer: int, request: int, expected: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of a state found and expected. Codes may be one off: sums differ in their last bits."""
+    recurrent, conv = arena.state(layer, request)
+    if not arena.spec.format.has_scales:
+        return [(recurrent, expected[0]), (conv, expected[1])]
+    found, wanted = arena.views(layer, request).recurrent, encode(expected[0], arena.spec.format)
+    assert found.scales is not None and wanted.scales is not None
+    if arena.dtype is torch.float32:
+        off = (found.elements.int() - wanted.elements.int()).abs()
+        assert off.max() <= (1 if arena.spec.format is INT8 else 3) and (off > 0).sum() <= 1 + off.numel() // 8
+    return [(found.scales, wanted.scales), (conv, expected[1])]
 
 
 def worst(pairs: list[tuple[Tensor, Tensor]]) -> float:
@@ -88,7 +110,7 @@ def step(spec: StateSpec, dtype: torch.dtype, positions: list[int]) -> float:
     torch.manual_seed(len(positions))
     arena, weights, layer = Arena(spec, dtype, len(positions)), make_weights(spec, dtype), 1
     qkv, b, a = make_rows(spec, dtype, len(positions))
-    states = [begin(arena, layer, i, position <= 0) for i, position in enumerate(positions)]
+    begun = [begin(arena, layer, i, position <= 0) for i, position in enumerate(positions)]
     out = torch.full((len(positions), spec.num_v_heads, spec.v_dim), torch.nan, dtype=dtype)
     work = StepWork(arena.addresses, torch.tensor(positions, dtype=torch.int32) + 1)
     had = arena.num_written()
@@ -96,11 +118,12 @@ def step(spec: StateSpec, dtype: torch.dtype, positions: list[int]) -> float:
     pairs = []
     for i, position in enumerate(positions):
         if position < 0:  # padding: zeros, and its slot stays as it is
-            assert not out[i].any() and arena.views(layer, i)[0].isnan().all()
+            start = int(arena.addresses[layer, i])
+            assert not out[i].any() and (arena.memory[start : start + spec.nbytes(dtype)] == NAN_BYTE).all()
             continue
         row = slice(i, i + 1)
-        expected = plain(weights, qkv[row], b[row], a[row], *states[i])
-        pairs += list(zip((out[row], *arena.views(layer, i)), expected, strict=True))
+        expected, *state = plain(weights, qkv[row], b[row], a[row], *begun[i])
+        pairs += [(out[row], expected), *states(arena, layer, i, tuple(state))]
     assert arena.num_written() > had or all(position for position in positions)
     return worst(pairs)
 
@@ -109,17 +132,38 @@ def chunks(spec: StateSpec, dtype: torch.dtype, starts: list[int], counts: list[
     torch.manual_seed(sum(counts))
     arena, weights, layer = Arena(spec, dtype, len(starts)), make_weights(spec, dtype), 1
     qkv, b, a = make_rows(spec, dtype, sum(counts))
-    states = [begin(arena, layer, i, not start) for i, start in enumerate(starts)]
+    begun = [begin(arena, layer, i, not start) for i, start in enumerate(starts)]
     out = torch.full((sum(counts), spec.num_v_heads, spec.v_dim), torch.nan, dtype=dtype)
     work = ChunkWork.build(arena.addresses.T.tolist(), starts, counts).to(qkv.device)
     delta_net_chunk_triton(arena.memory, qkv, b, a, weights, work, layer, out)
     pairs, row = [], 0
     for i, count in enumerate(counts):
         part = slice(row, row + count)
-        expected = plain(weights, qkv[part], b[part], a[part], *states[i])
-        pairs += list(zip((out[part], *arena.views(layer, i)), expected, strict=True))
+        expected, *state = plain(weights, qkv[part], b[part], a[part], *begun[i])
+        pairs += [(out[part], expected), *states(arena, layer, i, tuple(state))]
         row += count
     return worst(pairs)
+
+
+def narrowing(spec: StateSpec, dtype: torch.dtype, old: StateFormat, new: StateFormat) -> float:
+    """States rewritten in a narrower format: every byte as the plain form has it, no other byte touched."""
+    torch.manual_seed(0)
+    source, target = (Arena(spec._replace(format=fmt), dtype, 3) for fmt in (old, new))
+    for i in range(3):
+        begin(source, 1, i, is_first=False)
+    views = source.views(1, 0).recurrent
+    views.elements[0, :, 0] = 0  # a column of zeros
+    behind = len(source.memory)
+    memory, dst = torch.cat((source.memory, target.memory)), target.addresses[1] + behind
+    narrow_states_triton(memory, source.addresses[1], dst, source.spec, new, dtype)
+    for i in range(3):
+        stored, conv = source.views(1, i)
+        for view, part in zip(
+            target.views(1, i).parts(), StateViews(narrow(stored, old, new), conv).parts(), strict=True
+        ):
+            view.copy_(part)
+    assert torch.equal(memory[:behind], source.memory) and torch.equal(memory[behind:], target.memory)
+    return 0.0
 
 
 def norm(dtype: torch.dtype, num_tokens: int, heads: int, size: int) -> float:
@@ -143,6 +187,20 @@ def cases() -> dict[str, Callable[[], float]]:
                 found[f"chunks {kind} {name} {starts} {counts}"] = lambda s=spec, d=dtype, a=starts, b=counts: chunks(
                     s, d, a, b
                 )
+    for fmt in (INT16, INT8):
+        for kind, name, positions in (("odd", "fp32", [0, 7, -1, 31]), ("grouped", "bf16", [3])):
+            spec = SPECS[kind]._replace(format=fmt)
+            found[f"step {kind} {name} {fmt.name}"] = lambda s=spec, d=DTYPES[name], p=positions: step(s, d, p)
+        for kind, name, starts, counts in (("odd", "fp32", [0, 3, 70], [2, 64, 131]), ("grouped", "bf16", [9], [65])):
+            spec = SPECS[kind]._replace(format=fmt)
+            found[f"chunks {kind} {name} {fmt.name}"] = lambda s=spec, d=DTYPES[name], a=starts, b=counts: chunks(
+                s, d, a, b
+            )
+    for old, new in ((FLOAT32, INT16), (FLOAT32, INT8), (INT16, INT8)):
+        for kind, dtype in (("odd", torch.float32), ("grouped", torch.bfloat16)):
+            found[f"narrow {kind} {old.name} {new.name}"] = lambda s=SPECS[kind], d=dtype, o=old, n=new: narrowing(
+                s, d, o, n
+            )
     for name, dtype in DTYPES.items():
         found[f"norm {name}"] = lambda d=dtype: norm(d, 9, 3, 35)
     return found

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qkv_engine.kernels.delta_net import DeltaWeights, StateSpec
+from qkv_engine.kernels.delta_net import DeltaWeights, StateSpec, StateViews
 from qkv_engine.kernels.delta_net.cpu import delta_net_chunk, delta_net_step
+from qkv_engine.kernels.delta_net.formats import decode, encode
 
 from ..layouts import Ladder
 from ..tables import GroupWords
@@ -27,20 +28,13 @@ class Item(NamedTuple):
     is_first: bool
 
 
-class State(NamedTuple):
-    """A request's state in one layer as views of memory: recurrent [HV, DK, DV] float32, conv [C, W - 1]."""
-
-    recurrent: Tensor
-    conv: Tensor
-
-
 class CpuStatePlanner:
     """Planner of a step's states over the words of the main group's tables."""
 
     def __init__(self, memory: Tensor, tables: GroupWords, ladder: Ladder):
         self.specs, self._dtype = ladder.states, ladder.dtype
         self._memory, self._tables = memory, tables
-        self._views: dict[tuple[StateSpec, int], State] = {}  # by address
+        self._views: dict[tuple[StateSpec, int], StateViews] = {}  # by address
 
     def plan(self, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> CpuStates:
         """The states of the requests in ``rows`` for their next ``lengths`` tokens; single tokens come first."""
@@ -50,22 +44,17 @@ class CpuStatePlanner:
             first += length
         return CpuStates(self, items)
 
-    def state(self, layer: int, item: Item) -> State:
+    def state(self, layer: int, item: Item) -> StateViews:
         """The state of an item in one layer, set to zeros before its first token."""
-        key = self.specs[layer], item.states[layer]
+        key = spec, address = self.specs[layer], item.states[layer]
         state = self._views.get(key)
         if state is None:
-            state = self._views[key] = self._view(*key)
+            slot = self._memory[address : address + spec.nbytes(self._dtype)]
+            state = self._views[key] = StateViews.of(slot, spec, self._dtype)
         if item.is_first:
-            state.recurrent.zero_()
-            state.conv.zero_()
+            for part in state.parts():
+                part.zero_()
         return state
-
-    def _view(self, spec: StateSpec, address: int) -> State:
-        slot = self._memory[address : address + spec.nbytes(self._dtype)]
-        recurrent, conv = slot[: spec.conv_offset].view(torch.float32), slot[spec.conv_offset :].view(self._dtype)
-        shapes = spec.recurrent_shape, spec.conv_shape
-        return State(*(_shaped(*each) for each in zip((recurrent, conv), shapes, strict=True)))
 
 
 class CpuStates:
@@ -78,26 +67,25 @@ class CpuStates:
 
     def delta_net(self, layer: int, qkv: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights) -> Tensor:
         """See ``StateBatch.delta_net``. Rows beyond the step's tokens are padding; they come out as zeros."""
-        spec, n = weights.spec, self._num_decodes
+        spec, n = self._planner.specs[layer], self._num_decodes
         out = qkv.new_zeros(len(qkv), spec.num_v_heads, spec.v_dim)
         if n:
             states = [self._planner.state(layer, item) for item in self._items[:n]]
-            recurrent, conv = (torch.stack(parts) for parts in zip(*states, strict=True))
-            out[:n], *new = delta_net_step(qkv[:n], b[:n], a[:n], weights, recurrent, conv)
-            for state, *parts in zip(states, *new, strict=True):
-                _write(state, *parts)
+            recurrent, conv = (
+                torch.stack(parts) for parts in zip(*((decode(s.recurrent), s.conv) for s in states), strict=True)
+            )
+            out[:n], recurrent, conv = delta_net_step(qkv[:n], b[:n], a[:n], weights, recurrent, conv)
+            _write(states, StateViews(encode(recurrent, spec.format), conv))
         for item in self._items[n:]:
             part, state = slice(item.first, item.last), self._planner.state(layer, item)
-            out[part], *new = delta_net_chunk(qkv[part], b[part], a[part], weights, *state)
-            _write(state, *new)
+            recurrent, conv = decode(state.recurrent), state.conv
+            out[part], recurrent, conv = delta_net_chunk(qkv[part], b[part], a[part], weights, recurrent, conv)
+            _write([state], StateViews(encode(recurrent[None], spec.format), conv[None]))
         return out
 
 
-def _write(state: State, recurrent: Tensor, conv: Tensor) -> None:
-    state.recurrent.copy_(recurrent)
-    state.conv.copy_(conv)
-
-
-def _shaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The first elements of ``x``, behind which there is padding."""
-    return x[: torch.Size(shape).numel()].view(shape)
+def _write(states: list[StateViews], new: StateViews) -> None:
+    """Stores the states of several requests, which ``new`` has side by side in a dimension before the others."""
+    for i, state in enumerate(states):
+        for target, source in zip(state.parts(), new.parts(), strict=True):
+            target.copy_(source[i])

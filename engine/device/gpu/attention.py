@@ -53,7 +53,7 @@ class GpuAttentionPlanner:
         main = ladder.groups.index(ladder.main)
         self.states: GpuStatePlanner | None = None
         if ladder.states:
-            self.states = GpuStatePlanner(memory, tables.groups[main], tables.block_words[main])
+            self.states = GpuStatePlanner(memory, tables.groups[main], tables.block_words[main], ladder.states)
         self._full = [number for number, group in enumerate(self.groups) if group.window is None]
 
     @property

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from qkv_engine.kernels.block_tables import RUNG_BITS, BlockWords, Placed
-from qkv_engine.kernels.delta_net import DeltaWeights
+from qkv_engine.kernels.delta_net import DeltaWeights, StateSpec
 from qkv_engine.kernels.delta_net.plan import ChunkWork, StepWork
 from qkv_engine.kernels.delta_net.triton import delta_net_chunk_triton, delta_net_step_triton
 
@@ -16,9 +18,9 @@ from ..tables import GroupWords
 class GpuStatePlanner:
     """Planner of a step's states over the words of the main group's tables."""
 
-    def __init__(self, memory: Tensor, tables: GroupWords, words: BlockWords):
-        """``words``: those of ``tables`` on the device."""
-        self.memory, self._tables, self._words = memory, tables, words
+    def __init__(self, memory: Tensor, tables: GroupWords, words: BlockWords, specs: Sequence[StateSpec]):
+        """``words``: those of ``tables`` on the device;  ``specs``: of each layer's states."""
+        self.memory, self.specs, self._tables, self._words = memory, specs, tables, words
         section = tables.section
         first = section.num_numbers + section.first_state
         self._entries = torch.arange(first, first + section.num_states, device=memory.device)[:, None]
@@ -43,7 +45,8 @@ class GpuStates:
 
     def delta_net(self, layer: int, qkv: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights) -> Tensor:
         """See ``StateBatch.delta_net``. Rows of padding come out as zeros."""
-        n, spec, memory = self._num_steps, weights.spec, self._planner.memory
+        n, spec, memory = self._num_steps, self._planner.specs[layer], self._planner.memory
+        weights = weights._replace(spec=spec)
         out = qkv.new_empty(len(qkv), spec.num_v_heads, spec.v_dim)
         if self._steps is not None:
             delta_net_step_triton(memory, qkv[:n], b[:n], a[:n], weights, self._steps, layer, out[:n])

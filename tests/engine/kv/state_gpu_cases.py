@@ -14,6 +14,7 @@ from qkv_engine.device.layouts import ladder_of_layers
 from qkv_engine.device.mover import Mover
 from qkv_engine.kernels.block_tables import pack_tokens
 from qkv_engine.kernels.delta_net import DeltaWeights, StateSpec
+from qkv_engine.kernels.delta_net.formats import decode
 from qkv_engine.kernels.formats.pattern.presets import pattern_rung
 from qkv_engine.kernels.formats.uniform.presets import uniform_rung
 from qkv_engine.layer_kv import LayerKV
@@ -36,11 +37,13 @@ STEPS: tuple[dict[str, int], ...] = (  # tokens by request: single ones first
 )
 
 
-def compare(rungs: tuple[RungConfig, ...], sink: int, padding: int, window: int | None = None) -> float:
+def compare(
+    rungs: tuple[RungConfig, ...], sink: int, padding: int, window: int | None = None, state_dtype: str = "float32"
+) -> float:
     """Largest relative difference of outputs and states over some steps. ``padding``: rows behind single tokens."""
     torch.manual_seed(0)
     layers = [LayerKV(2, 64, window), LayerKV(2, 64)]
-    config = KVConfig(name="x", rungs=(DENSE32, *rungs), sink=sink)
+    config = KVConfig(name="x", rungs=(DENSE32, *rungs), sink=sink, state_dtype=state_dtype)
     ladder = ladder_of_layers(config, layers, torch.float32, SPECS)
     cache = KVCache(ladder, 2**21, torch.device("cpu"))
     cache.memory.fill_(0xFF)
@@ -86,8 +89,8 @@ def step(
     ours = CpuStatePlanner(cache.memory, main, cache.ladder)
     for item in (item._replace(is_first=False) for item in expected_step._items):
         for layer in range(len(SPECS)):
-            pairs = zip(ours.state(layer, item), cpu.state(layer, item), strict=True)
-            worst = max(worst, *(error(*pair) for pair in pairs))
+            mine, wanted = ours.state(layer, item), cpu.state(layer, item)
+            worst = max(worst, error(decode(mine.recurrent), decode(wanted.recurrent)), error(mine.conv, wanted.conv))
     return worst
 
 
@@ -129,6 +132,8 @@ if __name__ == "__main__":
         {
             "beside a sink, padded": lambda: compare((uniform_rung(4),), 16, 3),
             "beside patterns": lambda: compare((pattern_rung(2, 20),), 0, 0),
+            "in 16 bits": lambda: compare((uniform_rung(4),), 16, 3, state_dtype="int16"),
+            "in 8 bits": lambda: compare((uniform_rung(4),), 0, 2, state_dtype="int8"),
             "behind a group with a window": lambda: compare((uniform_rung(8),), 16, 2, window=50),
         }
     )

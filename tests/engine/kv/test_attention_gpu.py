@@ -15,5 +15,7 @@ def test_steps_on_gpu_and_cpu_agree():
 
 def test_states_of_steps_on_gpu_and_cpu_agree():
     figures = run_cases(Path(__file__).with_name("state_gpu_cases.py"))
-    assert len(figures) == 3
-    assert {name: figure for name, figure in figures.items() if not (isinstance(figure, float) and figure < 1e-5)} == {}
+    assert len(figures) == 5
+    bounds = {"in 16 bits": 1e-4, "in 8 bits": 1e-2}  # sums differ in their last bits, so codes may by one
+    wrong = {n: e for n, e in figures.items() if not (isinstance(e, float) and e < bounds.get(n, 1e-5))}
+    assert not wrong
