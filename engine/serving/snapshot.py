@@ -20,7 +20,7 @@ def take_snapshot(started: Started) -> EngineStats:
     held = total_nbytes(fullest) - fullest["state"]  # of KV
     widest_tokens, floor_tokens = cache.capacity
     blocks = cache.blocks_by_group()
-    idle = space.prefix.idle.nbytes if space.prefix else 0
+    idle = space.prefix.idle_nbytes if space.prefix else 0
     host = None if space.prefix is None or space.prefix.host is None else space.prefix.host.tier
     return EngineStats(
         time=time.monotonic(),
