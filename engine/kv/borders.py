@@ -23,9 +23,8 @@ class Borders(NamedTuple):
     @classmethod
     def of(cls, group: GroupSpec, every: int, num_tokens: int, num_cached: int) -> Borders:
         """For a request that begins with ``num_tokens``, of which the blocks of ``num_cached`` are cached."""
-        return cls(
-            group, every, num_cached if num_cached > group.sink else 0, _border(group, _full(group, num_tokens - 1))
-        )
+        shared = num_cached if num_cached > group.sink else 0
+        return cls(group, every, shared, _border(group, _full(group, num_tokens - 1)))
 
     def after(self, num_computed: int) -> int:
         """The next border, more than ``num_computed`` tokens."""

@@ -72,6 +72,9 @@ class Checkpoints:
     def __contains__(self, key: bytes) -> bool:
         return key in self._found
 
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._found)
+
     def __getitem__(self, key: bytes) -> Checkpoint:
         return self._found[key]
 
@@ -195,10 +198,6 @@ class Checkpoints:
         """Takes the checkpoint of ``key`` out, if there is one."""
         if key in self._found:
             self.remove(self._found[key])
-
-    def keys(self) -> list[bytes]:
-        """The keys of all checkpoints."""
-        return list(self._found)
 
     def clear(self) -> None:
         """Takes all checkpoints out."""

@@ -286,7 +286,9 @@ class PrefixCache:
     def purge(self, blocks: Collection[Block]) -> None:
         """Takes out entries of blocks whose values are not trusted, and copies of them."""
         entries = list({self._of_block[block]: None for block in blocks if block in self._of_block})
-        if entries:
+        if any(block not in self._of_block and not block.holders for block in blocks):
+            self.checkpoints.clear()  # whoever held it has left states of it behind blocks of others, perhaps
+        elif entries:
             self._lose_checkpoints_behind({entry.key for entry in entries})
         for entry in entries:
             self._remove(entry)
@@ -295,7 +297,7 @@ class PrefixCache:
 
     def _lose_checkpoints_behind(self, bad: Collection[bytes]) -> None:
         """Takes out the checkpoints at the entries of these keys, and of all tokens that follow theirs."""
-        for key in self.checkpoints.keys():
+        for key in list(self.checkpoints):
             at = key
             while at not in bad and at in self._entries:
                 at = self._entries[at].parent
