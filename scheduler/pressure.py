@@ -121,7 +121,7 @@ class Pressure:
         return room if room and self._reserve(request, room) else 0
 
     def keep_state(self, request: Request) -> None:
-        """Has a checkpoint of ``request`` kept that is due, if there is room, or idle blocks alone can make some."""
+        """Has a checkpoint of ``request`` kept, if there is room, or idle blocks alone can make some."""
         shortage = self.space.shortage_to_keep(request)
         if shortage is not None and self._fits_without_idle(shortage):
             while (shortage := self.space.shortage_to_keep(request)) is not None and self._yield_idle(shortage):

@@ -193,7 +193,7 @@ class Scheduler:
         The step under way comes before the copies, the one that is scheduled now behind them.
         """
         for request in self.running:
-            if request.num_computed_tokens >= request.next_checkpoint_at:
+            if request.num_computed_tokens == request.next_checkpoint_at:  # no chunk goes on behind it
                 self.pressure.keep_state(request)
 
     def _chunk_budget(self) -> int:

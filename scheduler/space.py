@@ -140,11 +140,11 @@ class KVSpace(Protocol):
         ...
 
     def shortage_to_keep(self, request: Request) -> ShortageLike | None:
-        """The room that a checkpoint of the states of ``request`` lacks now; None if it lacks none, or none is due."""
+        """The room that a checkpoint of the states of ``request`` lacks now; None if it lacks none."""
         ...
 
     def keep_state(self, request: Request) -> None:
-        """Keeps a checkpoint of ``request`` if there is room; due from ``next_checkpoint_at`` computed tokens on."""
+        """Keeps a checkpoint of ``request`` if there is room; due at ``next_checkpoint_at`` computed tokens."""
         ...
 
     def has_blocks(self, number: int) -> bool:

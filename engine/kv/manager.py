@@ -222,7 +222,7 @@ class KVManager:
 
     def shortage_to_keep(self, request: Request) -> Shortage | None:
         prefix, computed = self._prefix_of(request), request.num_computed_tokens
-        if prefix is None or computed != request.next_checkpoint_at:  # it went past the border
+        if prefix is None:
             return None
         wanted = prefix.checkpoints.wanted(request.request_id, self._key_of(prefix, request), computed)
         return Shortage(self.tables, wanted) if wanted and not self.tables.arena.has_room(wanted) else None
@@ -231,7 +231,7 @@ class KVManager:
         prefix, computed = self._prefix_of(request), request.num_computed_tokens
         if prefix is None:
             return
-        if computed == request.next_checkpoint_at and self.shortage_to_keep(request) is None:
+        if self.shortage_to_keep(request) is None:
             prefix.checkpoints.take(request.request_id, self._key_of(prefix, request), computed)
         request.next_checkpoint_at = prefix.checkpoints.after(request.request_id, computed)
 

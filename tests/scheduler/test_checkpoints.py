@@ -1,4 +1,4 @@
-"""Checkpoints of states: where requests leave them, who begins on them, what they yield to, on pools of a few blocks."""
+"""Checkpoints of states: where requests leave them, who begins on them, what they yield to, on tiny pools."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def make_states(*sizes: int) -> tuple[RequestSlot, ...]:
 
 
 HYBRID = make_spec(DENSE, others=make_states(4, 4))
+CONCURRENT = {"first": {}, "own": {"prompt_logprobs": 1}}  # the second one takes up nothing of the first
 LARGE = make_spec(DENSE, others=make_states(16, 16, 8))  # a checkpoint every 3 blocks
 
 
@@ -207,6 +208,20 @@ def test_a_failed_request_leaves_no_checkpoint_nor_the_one_that_it_began_on():
     assert borders(scheduler, ids(1, 600)) == [] and borders(scheduler, ids(2, 300)) == [128, 256]
 
 
+def test_a_failed_request_leaves_no_checkpoint_behind_blocks_of_others():
+    scheduler = make_scheduler(40, HYBRID, prefix=True)
+    first, own = (make_request(name, ids(1, 300), 99, floor=0, **params) for name, params in CONCURRENT.items())
+    scheduler.add(first)
+    go(scheduler, 4)
+    scheduler.space.prefix.checkpoints.clear()
+    scheduler.add(own)
+    go(scheduler, 4)
+    assert borders(scheduler, ids(1, 300)) == [128, 256]
+    assert not set(scheduler.space.tables.blocks("own")) & scheduler.space.prefix._of_block.keys()
+    scheduler.finish(own, FinishReason.ERROR, error=RuntimeError("not finite"))  # type: ignore[arg-type]
+    assert borders(scheduler, ids(1, 300)) == []
+
+
 def test_bad_values_of_a_block_that_nobody_holds_take_the_checkpoints_behind_it():
     scheduler = make_scheduler(30, HYBRID, prefix=True)
     for salt in (2, 3):
@@ -253,9 +268,7 @@ def test_no_checkpoints_without_a_prefix_cache_or_for_requests_that_share_nothin
 def test_states_of_a_group_behind_one_with_a_window():
     """A hit needs blocks of both groups, and a checkpoint."""
     window = make_group_spec(DENSE, visible=200)
-    full = GroupSpec(
-        (1,), BLOCK, DENSE, (0,), make_states(4, 8), make_group_spec(DENSE).recent
-    )
+    full = GroupSpec((1,), BLOCK, DENSE, (0,), make_states(4, 8), make_group_spec(DENSE).recent)
     spec = KVSpec("two", (window, full), False, 0)
     scheduler = make_scheduler(30, spec, prefix=True)
     finished(scheduler, "a", ids(1, 600))

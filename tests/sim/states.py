@@ -88,6 +88,7 @@ class States:
         """Checks C1 and C6 of a batch."""
         for item in batch.items if self.options.num_states else ():
             require(item.end <= self._next(item.request, item.start), "a chunk goes on behind a border")
+            self._check_next(item.request, item.start)
         require(self._checkpoints is None or not self._checkpoints.held, "a checkpoint is held after the start")
 
     # ---- calls
@@ -96,23 +97,26 @@ class States:
         space = self._space
         space._end_shrink()
         found = self._real.shortage_to_keep(request)
-        wanted, at = self._wanted(request), request.num_computed_tokens == request.next_checkpoint_at
-        lacks = at and bool(wanted) and space.memory.packed(wanted) > space.memory.limit()
+        wanted = self._wanted(request)
+        lacks = bool(wanted) and space.memory.packed(wanted) > space.memory.limit()
         require((found is not None) == lacks, f"a checkpoint lacks room: {found is not None}, reckoned anew {lacks}")
         space.needy, space.wanted, space.short = request, wanted, lacks
         return found
 
     def keep_state(self, request: Any) -> None:
         space, key, at = self._space, self._key(request), request.num_computed_tokens
-        is_due, before = at == request.next_checkpoint_at, len(space.cached.checkpoints())
+        require(at == request.next_checkpoint_at, "a state is kept that is not due")
+        before = len(space.cached.checkpoints())
         had = key in space.cached.checkpoints()
         wanted, gone = self._wanted(request), [space._size_of(kind) for kind in space.cached.kinds().elements()]
         fits = not wanted or space.memory.packed(wanted, gone) <= space.memory.limit()
         self._real.keep_state(request)
         found = space.cached.checkpoints()
-        require((key in found) == (had or (is_due and fits)), "a state is not kept, or one that is not due")
+        require(
+            (key in found) == (had or fits), "a state is not kept though there is room, or kept though there is none"
+        )
         self._counts["kept"] += len(found) - before
-        self._counts["moved along"] += is_due and not had and not wanted
+        self._counts["moved along"] += not had and not wanted
         behind = [c for c in self.left_by(request)[1:] if self._is_kept(c) and c is self._newest(request)]
         require(len(behind) <= 1, "a request keeps more than its newest checkpoint behind its prompt")
         self._check_next(request, at)
