@@ -196,6 +196,31 @@ def test_a_running_request_has_checkpoints_given_up_before_it_pays():
     assert borders(scheduler, ids(1, 300)) == []
 
 
+def test_a_start_that_finds_no_room_lets_go_of_its_checkpoint(monkeypatch: pytest.MonkeyPatch):
+    scheduler = make_scheduler(9, make_spec(DENSE, others=make_states(16)), prefix=True)
+    finished(scheduler, "a", ids(1, 300))
+    monkeypatch.setattr(scheduler.space, "admits", lambda request: True)
+    scheduler.add(make_request("long", ids(2, 500), 100, floor=0, num_prefill_tokens=500))
+    go(scheduler)
+    checkpoints = scheduler.space.prefix.checkpoints
+    kept, started = list(checkpoints._found.values()), []
+    begin = checkpoints.begin
+    monkeypatch.setattr(checkpoints, "begin", lambda *args: (started.append(args[-1]), begin(*args))[1])
+    scheduler.add(make_request("again", ids(1, 300), 100, floor=0))
+    go(scheduler)
+    assert started and started[0] in kept and len(scheduler.waiting) == 1
+    assert not checkpoints.held and all(slot.refs == 1 for each in kept for slot in each.slots)
+
+
+def test_a_checkpoint_goes_with_the_last_block_of_its_tokens():
+    scheduler = make_scheduler(20, HYBRID, prefix=True)
+    finished(scheduler, "a", ids(1, 200))
+    checkpoints = scheduler.space.prefix.checkpoints
+    checkpoints._use(checkpoints.oldest())  # as if it were younger than its blocks
+    assert scheduler.space.prefix.evict() and not len(checkpoints) and held(scheduler, 1) == 0
+    assert scheduler.space.tables.arena.used_nbytes == 0
+
+
 def test_a_failed_request_leaves_no_checkpoint_nor_the_one_that_it_began_on():
     scheduler = make_scheduler(30, HYBRID, prefix=True)
     finished(scheduler, "a", ids(1, 300))

@@ -116,14 +116,6 @@ STATE_BUGS = (
     ),
     _bug(
         0,
-        "checkpoints outlive the blocks before them",
-        "prefix",
-        "PrefixCache._remove",
-        "self.checkpoints.lose(entry.key)",
-        "",
-    ),
-    _bug(
-        0,
         "checkpoints are given up after all blocks",
         "prefix",
         "PrefixCache.evict",
@@ -148,14 +140,6 @@ STATE_BUGS = (
     ),
     _bug(
         0,
-        "checkpoints behind bad values stay on offer",
-        "prefix",
-        "PrefixCache.purge",
-        "self._lose_checkpoints_behind({entry.key for entry in entries})",
-        "",
-    ),
-    _bug(
-        0,
         "checkpoints do not count as room",
         "prefix",
         "PrefixCache.idle_kinds",
@@ -177,14 +161,6 @@ STATE_BUGS = (
         "Checkpoints.oldest",
         "(checkpoint for checkpoint in self._found.values() if not checkpoint.is_held)",
         "iter(self._found.values())",
-    ),
-    _bug(
-        0,
-        "the hold of a start that fails never ends",
-        "checkpoints",
-        "Checkpoints.end",
-        "self.let_go(request_id)",
-        "self.held.pop(request_id, None)",
     ),
     _bug(
         0,
