@@ -18,7 +18,7 @@ from typing import NamedTuple
 from qkv_engine.bench.report import number
 from qkv_engine.bench.table import Table
 from qkv_engine.kv.block import Block
-from qkv_engine.kv.checkpoints import Checkpoint
+from qkv_engine.kv.checkpoints import StateCheckpoint
 from qkv_engine.kv.host_tier import HostTier
 from qkv_engine.kv.manager import KVManager
 from qkv_engine.kv.moves import take_moves
@@ -128,7 +128,7 @@ class CheckpointsFirst(KVManager):
         self.prefix.checkpoints.remove(checkpoint)
         return True
 
-    def _oldest(self) -> Checkpoint | None:
+    def _oldest(self) -> StateCheckpoint | None:
         return None if self.prefix is None else self.prefix.checkpoints.oldest()
 
 

@@ -17,7 +17,7 @@ from .table import BlockTables
 
 
 @dataclass(slots=True, eq=False)
-class Checkpoint:
+class StateCheckpoint:
     """The states after the tokens of ``key``, in ``slots`` in the order of the layers.
 
     ``since``: serial number of its last use, in the order of those of idle blocks.
@@ -41,9 +41,9 @@ class _Course:
     """
 
     borders: Borders
-    begun_on: Checkpoint | None
-    left: list[Checkpoint] = field(default_factory=list)
-    newest: Checkpoint | None = None
+    begun_on: StateCheckpoint | None
+    left: list[StateCheckpoint] = field(default_factory=list)
+    newest: StateCheckpoint | None = None
 
 
 class Checkpoints:
@@ -61,9 +61,9 @@ class Checkpoints:
         self.sizes = Counter(self._group.sizes[rung] for rung in self._rungs)
         nbytes, block_nbytes = self._nbytes_each, sum(group.widest.nbytes for group in tables.spec.groups)
         self.every = max(1, -(-nbytes // block_nbytes))  # blocks: those between two take as many bytes as one
-        self._found: OrderedDict[bytes, Checkpoint] = OrderedDict()
+        self._found: OrderedDict[bytes, StateCheckpoint] = OrderedDict()
         self._courses: dict[str, _Course] = {}
-        self.held: dict[str, Checkpoint] = {}  # by the request that is about to begin on it
+        self.held: dict[str, StateCheckpoint] = {}  # by the request that is about to begin on it
         self.reset_counters()
 
     def __len__(self) -> int:
@@ -75,7 +75,7 @@ class Checkpoints:
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._found)
 
-    def __getitem__(self, key: bytes) -> Checkpoint:
+    def __getitem__(self, key: bytes) -> StateCheckpoint:
         return self._found[key]
 
     def reset_counters(self) -> None:
@@ -98,7 +98,7 @@ class Checkpoints:
 
     # ---- of one request
 
-    def begin(self, request_id: str, num_tokens: int, num_cached: int, checkpoint: Checkpoint | None) -> Borders:
+    def begin(self, request_id: str, num_tokens: int, num_cached: int, checkpoint: StateCheckpoint | None) -> Borders:
         """Notes that a request of ``num_tokens`` begins, on ``checkpoint`` if that is given, which is held.
 
         The blocks of its first ``num_cached`` tokens are cached. Returns the borders at which it leaves checkpoints.
@@ -150,7 +150,7 @@ class Checkpoints:
             checkpoint.key = key
         else:
             store, group = self._tables.store, self._group
-            checkpoint = Checkpoint(key, [store.new_idle_block(group, rung) for rung in self._rungs], 0)
+            checkpoint = StateCheckpoint(key, [store.new_idle_block(group, rung) for rung in self._rungs], 0)
             course.left.append(checkpoint)
             if num_tokens > course.borders.last:
                 course.newest = checkpoint
@@ -159,7 +159,7 @@ class Checkpoints:
         self._tables.store.copy(self._group.states(request_id), checkpoint.slots)
         self.num_taken += 1
 
-    def _moves_along(self, request_id: str, num_tokens: int) -> Checkpoint | None:
+    def _moves_along(self, request_id: str, num_tokens: int) -> StateCheckpoint | None:
         """The checkpoint of a request that its next one, at ``num_tokens``, takes the place of."""
         course = self._courses[request_id]
         newest = course.newest if num_tokens > course.borders.last else None
@@ -184,11 +184,11 @@ class Checkpoints:
 
     # ---- giving up
 
-    def oldest(self) -> Checkpoint | None:
+    def oldest(self) -> StateCheckpoint | None:
         """The least recently used checkpoint on which no request is about to begin."""
         return next((checkpoint for checkpoint in self._found.values() if not checkpoint.is_held), None)
 
-    def remove(self, checkpoint: Checkpoint) -> None:
+    def remove(self, checkpoint: StateCheckpoint) -> None:
         """Takes a checkpoint out."""
         del self._found[checkpoint.key]
         for slot in checkpoint.slots:
@@ -204,9 +204,9 @@ class Checkpoints:
         for checkpoint in list(self._found.values()):
             self.remove(checkpoint)
 
-    def _is_kept(self, checkpoint: Checkpoint) -> bool:
+    def _is_kept(self, checkpoint: StateCheckpoint) -> bool:
         return self._found.get(checkpoint.key) is checkpoint
 
-    def _use(self, checkpoint: Checkpoint) -> None:
+    def _use(self, checkpoint: StateCheckpoint) -> None:
         checkpoint.since = next(self._serials)
         self._found.move_to_end(checkpoint.key)

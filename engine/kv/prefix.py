@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 from .block import Block
-from .checkpoints import Checkpoint, Checkpoints
+from .checkpoints import Checkpoints, StateCheckpoint
 from .host_piece import HostBlock
 from .host_tier import HostTier
 from .host_traffic import HostTraffic
@@ -38,7 +38,7 @@ class Hit(NamedTuple):
 
     num_tokens: int = 0
     blocks: Sequence[Block] = ()
-    checkpoint: Checkpoint | None = None
+    checkpoint: StateCheckpoint | None = None
     num_cached: int = 0
 
     def by_rung(self, group: GroupSpec, index: int) -> dict[str, int]:

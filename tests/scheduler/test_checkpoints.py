@@ -143,6 +143,24 @@ def test_behind_its_prompt_a_request_keeps_the_newest_alone():
     assert turn.num_cached_tokens == 384
 
 
+def test_the_checkpoint_at_the_end_of_the_prompt_stays():
+    scheduler = make_scheduler(30, HYBRID, prefix=True)
+    request = finished(scheduler, "a", ids(1, 300), 250)
+    assert borders(scheduler, request.token_ids) == [128, 256, 512]
+
+
+def test_a_checkpoint_of_blocks_that_are_never_filed_goes_with_its_request():
+    """It ends while the step that computed them is under way."""
+    scheduler = make_scheduler(30, HYBRID, prefix=True)
+    request = make_request("a", ids(1, 300), floor=0)
+    scheduler.add(request)
+    for _ in range(2):  # the second one is scheduled a step ahead
+        scheduler.schedule()
+    assert len(scheduler.space.prefix.checkpoints) == 1
+    scheduler.finish(request, FinishReason.ABORT)
+    assert not len(scheduler.space.prefix.checkpoints) and scheduler.space.tables.arena.used_nbytes == 0
+
+
 def test_salts_separate_checkpoints():
     scheduler = make_scheduler(20, HYBRID, prefix=True)
     finished(scheduler, "a", ids(1, 300))

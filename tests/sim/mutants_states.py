@@ -11,7 +11,7 @@ def _bug(seed: int, name: str, file: str, function: str, old: str, new: str) -> 
 
 STATE_BUGS = (
     _bug(
-        0,
+        12000,
         "a state is kept whatever the room",
         "manager",
         "KVManager.shortage_to_keep",
@@ -19,7 +19,7 @@ STATE_BUGS = (
         "wanted and not self.tables.arena.has_room({})",
     ),
     _bug(
-        0,
+        12000,
         "states are kept where they are not due",
         "scheduler",
         "Scheduler._keep_states",
@@ -27,7 +27,7 @@ STATE_BUGS = (
         "request.num_computed_tokens > 0",
     ),
     _bug(
-        0,
+        12002,
         "a chunk goes on behind a border",
         "scheduler",
         "Scheduler._wanted",
@@ -35,7 +35,7 @@ STATE_BUGS = (
         "request.num_tokens",
     ),
     _bug(
-        0,
+        12000,
         "no checkpoint is taken",
         "scheduler",
         "Scheduler._keep_states",
@@ -43,7 +43,7 @@ STATE_BUGS = (
         "request.num_computed_tokens == request.next_checkpoint_at + 1",
     ),
     _bug(
-        0,
+        12000,
         "a checkpoint is copied where it lay before",
         "checkpoints",
         "Checkpoints.take",
@@ -51,7 +51,7 @@ STATE_BUGS = (
         "",
     ),
     _bug(
-        0,
+        12000,
         "a state is overwritten by its checkpoint",
         "checkpoints",
         "Checkpoints.take",
@@ -59,7 +59,7 @@ STATE_BUGS = (
         "self._tables.store.copy(checkpoint.slots, self._group.states(request_id))",
     ),
     _bug(
-        0,
+        12002,
         "states are copied to others' layers",
         "checkpoints",
         "Checkpoints.restore",
@@ -67,7 +67,7 @@ STATE_BUGS = (
         "self._tables.store.copy(checkpoint.slots[::-1], self._group.states(request_id))",
     ),
     _bug(
-        0,
+        12000,
         "a request begins on no states",
         "checkpoints",
         "Checkpoints.restore",
@@ -75,7 +75,7 @@ STATE_BUGS = (
         "",
     ),
     _bug(
-        0,
+        12000,
         "what is copied to is cleared behind the copy",
         "store",
         "BlockStore.copy",
@@ -83,7 +83,7 @@ STATE_BUGS = (
         "pass",
     ),
     _bug(
-        0,
+        12000,
         "a copy stands for the next wave's bytes",
         "store",
         "BlockStore.copy",
@@ -91,7 +91,7 @@ STATE_BUGS = (
         "b.slot.address",
     ),
     _bug(
-        0,
+        12002,
         "a hit ends at the first checkpoint",
         "prefix",
         "PrefixCache._lookup_with_states",
@@ -99,7 +99,7 @@ STATE_BUGS = (
         "range(len(found))",
     ),
     _bug(
-        0,
+        12002,
         "a hit takes up the states of its first checkpoint",
         "prefix",
         "PrefixCache._lookup_with_states",
@@ -107,7 +107,7 @@ STATE_BUGS = (
         "self.checkpoints[next((key for key, _ in pieces if key in self.checkpoints))] if found else None",
     ),
     _bug(
-        0,
+        12000,
         "the key of a checkpoint is that of the blocks that are filed",
         "prefix",
         "PrefixCache.key_at",
@@ -115,7 +115,7 @@ STATE_BUGS = (
         "filed",
     ),
     _bug(
-        0,
+        12000,
         "checkpoints are given up after all blocks",
         "prefix",
         "PrefixCache.evict",
@@ -123,7 +123,7 @@ STATE_BUGS = (
         "found is None",
     ),
     _bug(
-        0,
+        12000,
         "checkpoints are given up before all blocks",
         "prefix",
         "PrefixCache.evict",
@@ -131,7 +131,7 @@ STATE_BUGS = (
         "True",
     ),
     _bug(
-        0,
+        12002,
         "blocks that others follow go before checkpoints",
         "prefix",
         "PrefixCache.evict",
@@ -139,7 +139,7 @@ STATE_BUGS = (
         "found is None or checkpoint.since < found.since",
     ),
     _bug(
-        0,
+        12000,
         "checkpoints do not count as room",
         "prefix",
         "PrefixCache.idle_kinds",
@@ -147,7 +147,7 @@ STATE_BUGS = (
         "self.idle.kinds()",
     ),
     _bug(
-        0,
+        12002,
         "a checkpoint that a start needs counts as room",
         "checkpoints",
         "Checkpoints.kinds",
@@ -155,7 +155,7 @@ STATE_BUGS = (
         "len(self._found)",
     ),
     _bug(
-        0,
+        12002,
         "a checkpoint that a start needs is given up",
         "checkpoints",
         "Checkpoints.oldest",
@@ -163,7 +163,7 @@ STATE_BUGS = (
         "iter(self._found.values())",
     ),
     _bug(
-        0,
+        12000,
         "the hold of a start never ends",
         "checkpoints",
         "Checkpoints.restore",
@@ -171,7 +171,7 @@ STATE_BUGS = (
         "self.held.pop(request_id)",
     ),
     _bug(
-        0,
+        12010,
         "all checkpoints behind a prompt are kept",
         "checkpoints",
         "Checkpoints._moves_along",
@@ -179,15 +179,7 @@ STATE_BUGS = (
         "return None",
     ),
     _bug(
-        0,
-        "a checkpoint that was given up moves along",
-        "checkpoints",
-        "Checkpoints._moves_along",
-        "newest is not None and self._is_kept(newest)",
-        "newest is not None",
-    ),
-    _bug(
-        0,
+        12000,
         "the prompt's last checkpoint moves along",
         "checkpoints",
         "Checkpoints.take",
@@ -195,31 +187,15 @@ STATE_BUGS = (
         "num_tokens >= course.borders.last",
     ),
     _bug(
-        0,
-        "a checkpoint stays at the key where it was",
-        "checkpoints",
-        "Checkpoints.take",
-        "checkpoint.key = key",
-        "",
-    ),
-    _bug(
-        0,
-        "what a request left does not grow young when it ends",
+        12002,
+        "a checkpoint that is used again stays where it is in the order",
         "checkpoints",
         "Checkpoints.take",
         "self._use(self._found[key])",
         "self._found[key].since = next(self._serials)",
     ),
     _bug(
-        0,
-        "a checkpoint of blocks that nobody filed is kept",
-        "checkpoints",
-        "Checkpoints.end",
-        "self.remove(checkpoint)",
-        "",
-    ),
-    _bug(
-        0,
+        12000,
         "who is gone is remembered",
         "checkpoints",
         "Checkpoints.end",
@@ -227,7 +203,7 @@ STATE_BUGS = (
         "self._courses.get(request_id)",
     ),
     _bug(
-        0,
+        12007,
         "the last border is one before a prompt's last block",
         "borders",
         "Borders.of",
@@ -235,7 +211,7 @@ STATE_BUGS = (
         "_full(group, num_tokens)",
     ),
     _bug(
-        0,
+        12005,
         "prompts that part leave nothing where they do",
         "borders",
         "Borders.after",
@@ -243,7 +219,7 @@ STATE_BUGS = (
         "(steady, self.last)",
     ),
     _bug(
-        0,
+        12007,
         "a border comes every so many blocks from where the request stands",
         "borders",
         "Borders.after",
@@ -251,7 +227,7 @@ STATE_BUGS = (
         "full + self.every",
     ),
     _bug(
-        0,
+        12000,
         "only some of a checkpoint's bytes are counted",
         "checkpoints",
         "Checkpoints.nbytes",
@@ -275,7 +251,7 @@ STATE_BUGS = (
         "shortage is not None",
     ),
     _bug(
-        0,
+        12000,
         "nothing yields to a checkpoint",
         "pressure",
         "Pressure.keep_state",

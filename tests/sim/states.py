@@ -28,6 +28,7 @@ class States:
         self._ends: dict[str, tuple[int, int]] = {}  # by request: where cached blocks end, and the last of its prompt
         self._counts: Counter[str] = Counter()  # since the simulator looked
         self._num_hits = 0
+        self._before: Any = None  # what is cached and has stepped down when a checkpoint first asked for room
 
     @property
     def _checkpoints(self) -> Any:
@@ -98,6 +99,7 @@ class States:
         space._end_shrink()
         found = self._real.shortage_to_keep(request)
         wanted = self._wanted(request)
+        self._before = self._before or self._now()
         lacks = bool(wanted) and space.memory.packed(wanted) > space.memory.limit()
         require((found is not None) == lacks, f"a checkpoint lacks room: {found is not None}, reckoned anew {lacks}")
         space.needy, space.wanted, space.short = request, wanted, lacks
@@ -110,13 +112,22 @@ class States:
         had = key in space.cached.checkpoints()
         wanted, gone = self._wanted(request), [space._size_of(kind) for kind in space.cached.kinds().elements()]
         fits = not wanted or space.memory.packed(wanted, gone) <= space.memory.limit()
+        yielded, steps = self._now() != self._before, self._now()[-1] - self._before[-1]
+        require(fits or not yielded, "idle blocks yield to a checkpoint that finds no room even so")
+        require(not steps, "blocks in use step down for a checkpoint")
+        moved, self._before = None if had or wanted else self._newest(request).key, None
         self._real.keep_state(request)
         found = space.cached.checkpoints()
         require(
             (key in found) == (had or fits), "a state is not kept though there is room, or kept though there is none"
         )
         self._counts["kept"] += len(found) - before
-        self._counts["moved along"] += not had and not wanted
+        self._counts["moved along"] += moved is not None
+        ends = space.cached.ends(at)
+        prompt = [
+            key for key, end in zip(space.cached.keys(request, ends), ends, strict=True) if end <= self._last(request)
+        ]
+        require(moved not in prompt, "a checkpoint of a prompt is gone with its request")
         behind = [c for c in self.left_by(request)[1:] if self._is_kept(c) and c is self._newest(request)]
         require(len(behind) <= 1, "a request keeps more than its newest checkpoint behind its prompt")
         self._check_next(request, at)
@@ -126,8 +137,16 @@ class States:
         if self._key(request) in self._space.cached.checkpoints():
             return []
         newest = self._newest(request)
-        is_behind = request.num_computed_tokens > self._ends[request.request_id][1]
+        is_behind = request.num_computed_tokens > self._last(request)
         return [] if is_behind and newest is not None and self._is_kept(newest) else self.options.checkpoint_sizes
+
+    def _now(self) -> tuple[Any, int, int]:
+        """What is cached, and how many idle blocks and others have stepped down."""
+        space = self._space
+        return set(space.cached.places()), space.replayed_idle.total(), space.replayed.total()
+
+    def _last(self, request: Any) -> int:
+        return self._ends[request.request_id][1]
 
     def _newest(self, request: Any) -> Any:
         return self._checkpoints._courses[request.request_id].newest
