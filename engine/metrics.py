@@ -29,6 +29,8 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
         prefix_query_tokens, prefix_hit_tokens: looked up in the prefix cache, and found there.
         prefix_hits: tokens found there by the rung that they stood on; where layers have different windows, in those
             that see the most.
+        num_checkpoints: copies of states that requests left for later ones; of models with such layers.
+        num_checkpoint_hits: requests that began on one.
         num_demotions: blocks of requests that stepped down a rung.
         demotions: the same by step, such as {"int8->int4": 3}.
         num_idle_demotions: blocks of the prefix cache alone that stepped down a rung.
@@ -38,6 +40,7 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
         kv_bytes_total: held by the engine.
         kv_bytes_used: of live requests.
         kv_bytes_cached: of the prefix cache alone, which step down and are given up when needed.
+        kv_bytes_checkpoints: of those, copies of states.
         kv_bytes_reserve: kept free, so that a step down always finds a place to write.
         kv_bytes_peak: most used at one moment.
         kv_bytes_codes, kv_bytes_meta, kv_bytes_dense: parts of the peak: low-precision codes, their metadata with all
@@ -85,9 +88,12 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     prefix_query_tokens: int
     prefix_hit_tokens: int
     prefix_hits: dict[str, int] = {}
+    num_checkpoints: int = 0
+    num_checkpoint_hits: int = 0
     kv_bytes_total: int
     kv_bytes_used: int
     kv_bytes_cached: int
+    kv_bytes_checkpoints: int = 0
     kv_bytes_reserve: int
     kv_bytes_peak: int
     kv_bytes_codes: int

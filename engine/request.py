@@ -354,6 +354,7 @@ class Request:
     num_tokens: int = field(init=False)  # known tokens and those in flight
     num_reserved_tokens: int = 0  # that its blocks have room for; kept by KV memory for the scheduler
     next_cacheable_at: int = 0  # computed tokens at which the prefix cache has a block to file; kept by KV memory, too
+    next_checkpoint_at: int = sys.maxsize  # computed tokens at which a copy of its states is kept; by KV memory, too
     next_passed_at: int = sys.maxsize  # computed tokens at which blocks pass out of sight; kept by KV memory, too
     num_fetched_pieces: int = 0  # leading ones that came from the host while it waits; kept by KV memory, too
     num_computed_tokens: int = 0

@@ -95,8 +95,6 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
     max_model_len = _fit_model_len(config, limit, cache)
     host_nbytes = _host_nbytes(config, cache, ranks.size)
     host = allocate_host(host_nbytes, device) if host_nbytes else None
-    if config.prefix_caching and ladder.states:
-        logger.info("prefix caching is off: %s has states, which prefixes cannot share", loaded.name)
 
     model_name = loaded.name
 
@@ -219,13 +217,16 @@ def _kv_bytes(config: EngineConfig, ladder: Ladder, limit: int, device: torch.de
 def _host_nbytes(config: EngineConfig, cache: KVCache, num_ranks: int) -> int:
     """Host memory of each rank; 0 for none.
 
-    Raises ``CapacityError``, and ``ConfigError`` for a ladder whose blocks are never shared.
+    Raises ``CapacityError``, and ``ConfigError`` for a ladder whose blocks are never shared, or for states.
     """
     size, host = config.host_memory, torch.device("cpu")
     if size is None:
         return 0
     if not cache.ladder.spec.can_share:
         message, remedy = f"is for cached prefixes, and {cache.ladder.name} caches none", "Leave host_memory or kv out"
+        raise ConfigError(message, field="host_memory", value=size, remedy=remedy)
+    if cache.ladder.spec.has_states:
+        message, remedy = "is for blocks alone, and prefixes of this model need states, too", "Leave host_memory out"
         raise ConfigError(message, field="host_memory", value=size, remedy=remedy)
     free = free_memory(host) - (cache.nbytes * num_ranks if cache.memory.is_cpu else 0)  # not touched so far
     nbytes = parse_size(size, field="host_memory", free=max(1, free))

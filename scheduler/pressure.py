@@ -120,6 +120,14 @@ class Pressure:
                 room = self.space.room_for(request, num_tokens, spare)
         return room if room and self._reserve(request, room) else 0
 
+    def keep_state(self, request: Request) -> None:
+        """Has a checkpoint of ``request`` kept, if there is room, or idle blocks alone can make some."""
+        shortage = self.space.shortage_to_keep(request)
+        if shortage is not None and self._fits_without_idle(shortage):
+            while (shortage := self.space.shortage_to_keep(request)) is not None and self._yield_idle(shortage):
+                pass
+        self.space.keep_state(request)
+
     def fetch(self, request: Request) -> bool:
         """Has what a waiting request lacks come from host memory, as far as there is room; whether some is on its way.
 
@@ -204,10 +212,15 @@ class Pressure:
 
     def _ends_without_idle(self, shortage: ShortageLike, tenant: str) -> bool:
         """Whether ``shortage`` ended without idle blocks, or if others stepped down for ``tenant``, too."""
-        kinds, enough = self.space.idle_kinds(), False
-        for kind, number in kinds.items():
+        has_idle = bool(self.space.idle_kinds())
+        return self._fits_without_idle(shortage) or (has_idle and self._eased_on_floors(shortage, tenant))
+
+    def _fits_without_idle(self, shortage: ShortageLike) -> bool:
+        """Whether ``shortage`` ended if all idle blocks were given up."""
+        enough = False
+        for kind, number in self.space.idle_kinds().items():
             enough = shortage.without(*kind, number)
-        return enough or (bool(kinds) and self._eased_on_floors(shortage, tenant))
+        return enough
 
     def _eased_on_floors(self, shortage: ShortageLike, tenant: str) -> bool:
         """Whether ``shortage`` ended if all blocks that may step down for ``tenant`` stood on their floors."""

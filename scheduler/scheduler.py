@@ -82,6 +82,8 @@ class Scheduler:
         self.pressure.begin_step()
         if self.space.is_shrinking:
             self.pressure.shrink()
+        if self.space.has_states:
+            self._keep_states()
         for request in self.running:  # a request preempted for one before it is the last, and leaves
             if budget == 0:
                 break
@@ -187,6 +189,15 @@ class Scheduler:
             if request.num_computed_tokens >= request.next_passed_at:
                 self.space.trim(request)
 
+    def _keep_states(self) -> None:
+        """Has checkpoints taken of the requests that stand at a border.
+
+        The step under way comes before the copies, the one that is scheduled now behind them.
+        """
+        for request in self.running:
+            if request.num_computed_tokens == request.next_checkpoint_at:  # no chunk goes on behind it
+                self.pressure.keep_state(request)
+
     def _chunk_budget(self) -> int:
         """Tokens that the next step may compute of prompts: those of the pace, if a running request decodes."""
         if self.pace is None or not any(request.decodes for request in self.running):
@@ -248,9 +259,10 @@ class Scheduler:
     def _wanted(self, request: Request, budget: int) -> int:
         """Tokens of ``request`` that a step may compute together, at most ``budget``.
 
-        Behind ``num_prefill_tokens`` they end where a block may step down, before the next token would attend to it.
+        They end where a checkpoint of its states is due. Behind ``num_prefill_tokens`` they end where a block may step
+        down, before the next token would attend to it.
         """
-        computed, end = request.num_computed_tokens, request.num_tokens
+        computed, end = request.num_computed_tokens, min(request.num_tokens, request.next_checkpoint_at)
         if request.params.num_prefill_tokens is not None:
             is_prefill = computed < request.num_prefill_tokens
             end = min(end, request.num_prefill_tokens if is_prefill else self.space.next_aging(request))

@@ -139,6 +139,14 @@ class KVSpace(Protocol):
         """Notes that the KV of the first ``num_tokens`` tokens is computed; needed from ``next_cacheable_at`` on."""
         ...
 
+    def shortage_to_keep(self, request: Request) -> ShortageLike | None:
+        """The room that a checkpoint of the states of ``request`` lacks now; None if it lacks none."""
+        ...
+
+    def keep_state(self, request: Request) -> None:
+        """Keeps a checkpoint of ``request`` if there is room; due at ``next_checkpoint_at`` computed tokens."""
+        ...
+
     def has_blocks(self, number: int) -> bool:
         """Whether ``number`` blocks on the widest rung could be allocated now in each group."""
         ...
@@ -210,6 +218,11 @@ class KVSpace(Protocol):
     @property
     def has_windows(self) -> bool:
         """Whether there is anything to ``trim``."""
+        ...
+
+    @property
+    def has_states(self) -> bool:
+        """Whether there are states to ``keep_state`` of."""
         ...
 
     def rung_name(self, group: int, rung: int) -> str: ...

@@ -2,6 +2,7 @@
 
 Books of the demo model without memory or device, torch left out: nothing is computed, and all sampled tokens are alike.
 Compared are two ways in which cached blocks that no request holds make room: given up whole, and stepped down first.
+For a model with states also when their checkpoints are given up.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from qkv_engine.bench.report import number
 from qkv_engine.bench.table import Table
 from qkv_engine.kv.block import Block
+from qkv_engine.kv.checkpoints import StateCheckpoint
 from qkv_engine.kv.host_tier import HostTier
 from qkv_engine.kv.manager import KVManager
 from qkv_engine.kv.moves import take_moves
@@ -32,6 +34,7 @@ from . import results
 BLOCK = 128
 SINK = 32
 RUNGS = (RungSize("dense16", 2**20, 16.0), RungSize("int8", 542_720, 8.0), RungSize("int4", 280_576, 4.0))
+NUM_STATES, STATE_NBYTES = 6, 3 * 2**20  # of a request: a checkpoint as large as 18 blocks, as of Qwen3.5-27B
 BUDGET = 2048  # tokens of a step
 VOCABULARY = 32_000
 
@@ -51,6 +54,7 @@ class Load(NamedTuple):
     pinned: int = 0  # every so many conversations one stays at 16 bits; 0: none
     others: int = 0  # steps between requests that never come back; 0: there are none
     window: int | None = None  # tokens that three layers of four see
+    states: bool = False  # whether requests have states
 
     @property
     def longest(self) -> int:
@@ -65,6 +69,8 @@ LOADS = (
     Load("every fourth one at 16 bits", 6, pinned=4),
     Load("and a prompt that never comes back every 400 steps", 6, others=400),
     Load("three layers of four see 1,024 tokens", 6, window=1024),
+    Load("12 x 6 turns of a hybrid", 6, conversations=12, turns=6, pause=1500, states=True),
+    Load("the same behind 4,000 tokens", 6, conversations=12, turns=6, pause=1500, system=4000, states=True),
 )
 
 
@@ -107,6 +113,30 @@ POLICIES: dict[str, type[KVManager]] = {
     "copied to the host at last": KVManager,
 }
 HOSTED = "copied to the host at last"
+
+
+class CheckpointsFirst(KVManager):
+    """KV memory in which no idle block makes room while there is a checkpoint."""
+
+    def idle(self, number: int) -> list[Block]:
+        return [] if self._oldest() else super().idle(number)
+
+    def evict(self) -> bool:
+        checkpoint = self._oldest()
+        if checkpoint is None or self.prefix is None:
+            return super().evict()
+        self.prefix.checkpoints.remove(checkpoint)
+        return True
+
+    def _oldest(self) -> StateCheckpoint | None:
+        return None if self.prefix is None else self.prefix.checkpoints.oldest()
+
+
+STATE_POLICIES: dict[str, type[KVManager]] = {
+    "given up whole": GivesUp,
+    "stepped down first": KVManager,
+    "behind all checkpoints": CheckpointsFirst,
+}
 HOST_MEMORY = 4  # times KV memory
 
 
@@ -134,11 +164,12 @@ class Run:
 
     def __post_init__(self) -> None:
         load, self.rng = self.load, random.Random(self.seed)
-        spec = make_spec(load.window)
+        spec = make_spec(load.window, load.states)
         tables = make_tables(spec, round(load.memory_for * sum(dense_nbytes(g, load.longest) for g in spec.groups)))
         arena = tables.arena
         self.tier = HostTier(spec, HOST_MEMORY * arena.nbytes, arena.slab_nbytes) if self.policy == HOSTED else None
-        self.space = POLICIES[self.policy](tables, PrefixCache(tables, "model", self.tier))
+        policy = policies(load)[self.policy]
+        self.space = policy(tables, PrefixCache(tables, "model", self.tier))
         self.scheduler = Scheduler(self.space, max_num_seqs=64, max_num_batched_tokens=BUDGET)
         self.asked: dict[str, Conversation] = {}  # by request, while it is answered
         self.step = 0
@@ -227,9 +258,17 @@ class Run:
         conversation.due = self.step + self.rng.randint(1, self.load.pause) if conversation.turns_left else 0
 
 
-def make_spec(window: int | None) -> KVSpec:
+def policies(load: Load) -> dict[str, type[KVManager]]:
+    """Those that are compared on a load."""
+    return STATE_POLICIES if load.states else POLICIES
+
+
+def make_spec(window: int | None, states: bool = False) -> KVSpec:
     """The demo model under auto; with a ``window`` layers of another model, three of four with it."""
     full = _group((0,), RUNGS, None)
+    if states:
+        slots = tuple(RequestSlot("state", 0, STATE_NBYTES, 0, True) for _ in range(NUM_STATES))
+        full = replace(full, slots=full.slots + slots)
     if window is None:
         return KVSpec("auto", (full,), False, len(RUNGS) - 1)
     few = tuple(RungSize(rung.name, 3 * rung.nbytes, rung.bits) for rung in RUNGS[:2])
@@ -275,7 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="(default: %(default)s)")
     results.add_options(parser)
     args = parser.parse_args(argv)
-    rows, code = results.collect(Run(load, policy, args.seed).finish() for load in LOADS for policy in POLICIES)
+    rows, code = results.collect(Run(load, policy, args.seed).finish() for load in LOADS for policy in policies(load))
     if rows:
         results.deliver(args, rows, sessions_table(rows))
     return code

@@ -110,6 +110,11 @@ class GroupTables:
         has_sink = self.spec.num_token_slots and table.slots and table.slots[0].rung == slot_rung(0)
         return table.slots[: int(bool(has_sink))]
 
+    def states(self, request_id: str) -> list[Block]:
+        """The states of a request, in the order of their layers, once it has blocks."""
+        slots = self.spec.slots
+        return [block for block in self._tables[request_id].slots if slots[slot_rung(block.rung)].is_state]
+
     def trim(self, request_id: str, num_computed: int) -> None:
         """Gives back the blocks of a request that no token from ``num_computed`` on sees."""
         table, spec = self._tables[request_id], self.spec

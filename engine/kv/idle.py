@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
+from typing import NamedTuple
 
 from .block import Block
 from .spec import GroupSpec
@@ -31,6 +32,18 @@ class Entry:
     since: list[int]
 
 
+class Exit(NamedTuple):
+    """What can be given up: an ``entry`` as a whole, or its block in the group with a ``window`` of that index.
+
+    ``is_inner``: cached blocks follow, which would be lost. ``since``: as of its block.
+    """
+
+    entry: Entry
+    window: int | None
+    is_inner: bool
+    since: int
+
+
 class IdleBlocks:
     """The blocks of a prefix cache that the cache alone owns, by rung and age.
 
@@ -47,7 +60,7 @@ class IdleBlocks:
     ):
         self._entries, self._children, self._cached = entries, children, cached
         self._full = [index for index, group in enumerate(groups) if group.visible is None]
-        self._serials = count()
+        self.serials = count()
         # Heaps, some of whose items are out of date: blocks that can step down as (rung, since, block), and what can be
         # given up as (whether cached blocks follow, since, group, key).
         self._steps: list[tuple[int, int, Block]] = []
@@ -78,8 +91,8 @@ class IdleBlocks:
             heappush(self._steps, item)
         return [block for _, _, block in found]
 
-    def next_exit(self) -> tuple[Entry, int | None] | None:
-        """What is given up next, the least recently used: an entry as a whole, or its block in a group with a window.
+    def next_exit(self) -> Exit | None:
+        """What is given up next, the least recently used.
 
         Entries that no cached one follows come first: a request may hold the successor of the others, computed beside
         them and filed after them.
@@ -89,7 +102,7 @@ class IdleBlocks:
             entry = self._entries.get(key)
             if entry is not None and entry.since[index] == since and self._can_go(entry, index):
                 if is_inner == self._is_inner(entry, index):
-                    return entry, None if index in self._full else index
+                    return Exit(entry, None if index in self._full else index, is_inner, since)
                 if not is_inner:
                     heappush(self._exits, (True, since, index, key))
             heappop(self._exits)
@@ -100,7 +113,7 @@ class IdleBlocks:
         entry = self._cached.get(block)
         if entry is None:
             return
-        since = entry.since[block.group] = next(self._serials)
+        since = entry.since[block.group] = next(self.serials)
         self._file_step(block, since)
         self.file_settled([block])
         self.file_exit(entry, block.group)

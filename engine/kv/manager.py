@@ -52,6 +52,10 @@ class KVManager:
     def has_windows(self) -> bool:
         return self.spec.has_windows
 
+    @property
+    def has_states(self) -> bool:
+        return self.spec.has_states
+
     def rung_name(self, group: int, rung: int) -> str:
         return self.spec.groups[group].rungs[rung].name
 
@@ -150,6 +154,10 @@ class KVManager:
         )
         request.num_reserved_tokens = self.tables.held(request.request_id)
         request.next_cacheable_at = 0
+        request.next_checkpoint_at = sys.maxsize
+        if prefix is not None and self.has_states:
+            borders = prefix.checkpoints.begin(request.request_id, request.num_tokens, hit.num_cached, hit.checkpoint)
+            request.next_checkpoint_at = borders.after(hit.num_tokens)
         if self.has_windows:
             request.next_passed_at = self.tables.next_passed_at(request.request_id)
         return request.num_reserved_tokens
@@ -177,6 +185,8 @@ class KVManager:
     def reserve(self, request: Request, num_tokens: int) -> bool:
         done = self.tables.reserve(request.request_id, num_tokens)
         request.num_reserved_tokens = self.tables.held(request.request_id)
+        if done and self.prefix is not None and self.prefix.checkpoints.held:
+            self.prefix.checkpoints.restore(request.request_id)
         return done
 
     def trim(self, request: Request) -> None:
@@ -185,14 +195,16 @@ class KVManager:
     def release(self, request: Request) -> None:
         self.demand.remove(request)
         self._demotable_at.pop(request, None)
-        self.tables.release(request.request_id)
         if self.prefix is not None:
             self.prefix.forget(request.request_id)
+        self.tables.release(request.request_id)
 
     def discard(self, request: Request) -> None:
         """Releases a failed request and takes its blocks out of the prefix cache."""
         if request.request_id in self.tables:
             self.distrust(list(self.tables.blocks(request.request_id)))
+        if self.prefix is not None:
+            self.prefix.checkpoints.distrust(request.request_id)
         self.release(request)
 
     def distrust(self, blocks: Collection[Block]) -> None:
@@ -205,6 +217,28 @@ class KVManager:
         if prefix is not None:
             prefix.publish(request.request_id, request.token_ids, request.params.cache_salt, num_tokens)
         request.next_cacheable_at = sys.maxsize if prefix is None else prefix.next_end(num_tokens)
+
+    # ---- checkpoints of states
+
+    def shortage_to_keep(self, request: Request) -> Shortage | None:
+        prefix, computed = self._prefix_of(request), request.num_computed_tokens
+        if prefix is None:
+            return None
+        wanted = prefix.checkpoints.wanted(request.request_id, self._key_of(prefix, request), computed)
+        return Shortage(self.tables, wanted) if wanted and not self.tables.arena.has_room(wanted) else None
+
+    def keep_state(self, request: Request) -> None:
+        prefix, computed = self._prefix_of(request), request.num_computed_tokens
+        if prefix is None:
+            return
+        if self.shortage_to_keep(request) is None:
+            prefix.checkpoints.take(request.request_id, self._key_of(prefix, request), computed)
+        request.next_checkpoint_at = prefix.checkpoints.after(request.request_id, computed)
+
+    def _key_of(self, prefix: PrefixCache, request: Request) -> bytes:
+        """The key of all that a request has computed."""
+        tokens, salt = request.token_ids, request.params.cache_salt
+        return prefix.key_at(request.request_id, tokens, salt, request.num_computed_tokens)
 
     def _may_share(self, request: Request) -> bool:
         """Whether a request may begin on blocks of others: prompt log-probabilities need all tokens computed."""
@@ -224,7 +258,7 @@ class KVManager:
         return [] if self.prefix is None else self.prefix.idle.coldest(number)
 
     def idle_kinds(self) -> Counter[tuple[int, int]]:
-        return Counter() if self.prefix is None else self.prefix.idle.kinds()
+        return Counter() if self.prefix is None else self.prefix.idle_kinds()
 
     def evict(self) -> bool:
         return self.prefix is not None and self.prefix.evict()

@@ -77,9 +77,10 @@ def take_moves(tables: BlockTables) -> tuple[MoveCommand, list[Block]]:
         mined = [(group, bank, move.mining) for group, bank, move in banked if move.mining is not None]
         centres = [(group, bank, move.centres) for group, bank, move in banked if move.centres is not None]
         launches = []
-        for (index, old, new), same in groupby(sorted(moves, key=_rungs), key=_rungs):
-            group = tables.groups[index]
+        for _, same in groupby(sorted(moves, key=_launch), key=_launch):
             part = list(same)
+            index, old, new = part[0].block.group, part[0].old, part[0].new
+            group = tables.groups[index]
             banks = [move.bank for move in part if move.bank is not None]
             num_windows = [move.num_windows for move in part if move.bank is not None]
             src, dst = [move.src for move in part], [move.dst for move in part]
@@ -94,5 +95,7 @@ def take_moves(tables: BlockTables) -> tuple[MoveCommand, list[Block]]:
     return MoveCommand(waves, fresh, written, fetched), blocks
 
 
-def _rungs(move: Move) -> tuple[int, int, int]:
-    return move.block.group, move.old, move.new
+def _launch(move: Move) -> tuple[int, int, int]:
+    """What all moves of one launch share: group and rungs. Copies of slots of a request go together by their size."""
+    is_slot = move.old < 0
+    return move.block.group, -move.block.slot.nbytes if is_slot else move.old, 0 if is_slot else move.new

@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 from .block import Block
+from .checkpoints import Checkpoints, StateCheckpoint
 from .host_piece import HostBlock
 from .host_tier import HostTier
 from .host_traffic import HostTraffic
@@ -29,10 +30,16 @@ B = TypeVar("B", bound=Block | HostBlock)
 
 
 class Hit(NamedTuple):
-    """The first ``num_tokens`` of a request that are cached, and their blocks in sight, by group in token order."""
+    """The first ``num_tokens`` of a request that are cached, and their blocks in sight, by group in token order.
+
+    ``checkpoint``: of the states behind them, where layers have states;  ``num_cached``: tokens whose blocks are
+    cached, with a checkpoint or without.
+    """
 
     num_tokens: int = 0
     blocks: Sequence[Block] = ()
+    checkpoint: StateCheckpoint | None = None
+    num_cached: int = 0
 
     def by_rung(self, group: GroupSpec, index: int) -> dict[str, int]:
         """Its tokens in sight by the name of the rung on which ``group``, with that index, has them now.
@@ -62,6 +69,7 @@ class PrefixCache:
         self._of_block: dict[Block, Entry] = {}
         self._children: dict[bytes, int] = {}
         self.idle = IdleBlocks(groups, self._entries, self._children, self._of_block)
+        self.checkpoints = Checkpoints(tables, self.idle.serials)
         tables.store.on_lone = self.idle.fell_idle
         tables.store.host = host
         self.host = None if host is None else HostTraffic(self, tables, host)
@@ -75,17 +83,41 @@ class PrefixCache:
         """Counts tokens that are looked up and found anew."""
         self.num_queried_tokens = self.num_hit_tokens = 0
         self.hit_tokens: Counter[str] = Counter()  # by name of the main group's rung that they stood on
+        self.checkpoints.reset_counters()
+
+    @property
+    def idle_nbytes(self) -> int:
+        """Bytes that no request holds."""
+        return self.idle.nbytes + self.checkpoints.nbytes
+
+    def idle_kinds(self) -> Counter[tuple[int, int]]:
+        """Numbers by group and rung of the blocks, and of the slots of checkpoints, that ``evict`` can give up."""
+        return self.idle.kinds() + self.checkpoints.kinds()
 
     # ---- finding
 
     def lookup(self, tokens: list[int], salt: str, floor: int, limit: int) -> Hit:
         """The longest cached prefix of ``tokens`` within its first ``limit`` that all groups can serve.
 
-        Blocks that are counted as dense for a request of ``tokens`` must still be dense.
+        Blocks that are counted as dense for a request of ``tokens`` must still be dense. With states a checkpoint must
+        stand behind it, too.
         """
         self.num_queried_tokens += limit
+        if self.checkpoints.is_needed:
+            return self._lookup_with_states(tokens, salt, floor, limit)
         pieces = (self.cached(key, piece) for key, _, piece in self.pieces(tokens, salt, limit))
         return self._take(self.longest(pieces, len(tokens), floor))
+
+    def _lookup_with_states(self, tokens: list[int], salt: str, floor: int, limit: int) -> Hit:
+        pieces = [(key, self.cached(key, piece)) for key, _, piece in self.pieces(tokens, salt, limit)]
+        has_states = [True, *(key in self.checkpoints for key, _ in pieces)]  # for each number of pieces
+        found = self.longest((blocks for _, blocks in pieces), len(tokens), floor)
+        num_cached = self._piece(len(found) - 1).stop if found else 0
+        while not has_states[len(found)]:
+            number = next(n for n in range(len(found), -1, -1) if has_states[n])
+            found = self.longest(found[:number], len(tokens), floor)
+        checkpoint = self.checkpoints[pieces[len(found) - 1][0]] if found else None
+        return self._take(found)._replace(checkpoint=checkpoint, num_cached=num_cached)
 
     def pieces(self, tokens: list[int], salt: str, limit: int) -> Iterator[tuple[bytes, bytes, list[int]]]:
         """Keys of the pieces within the first ``limit`` of ``tokens``, each with the one before and its tokens."""
@@ -216,20 +248,33 @@ class PrefixCache:
         end: int = self._piece(self._num_pieces(num_computed)).stop
         return end
 
+    def key_at(self, request_id: str, tokens: list[int], salt: str, num_tokens: int) -> bytes:
+        """The key of the pieces within the first ``num_tokens`` of a request, filed or not."""
+        filed, key = self._published.get(request_id, (0, b""))
+        key = key or self._root(salt)
+        for index in range(filed, self._num_pieces(num_tokens)):
+            key = _extend(key, tokens[self._piece(index)])
+        return key
+
     def forget(self, request_id: str) -> None:
-        """Drops the record of a request that gave its blocks back; the blocks that it filed stay."""
+        """Drops the record of a request that gives its blocks back; the blocks that it filed stay."""
         self._published.pop(request_id, None)
+        self.checkpoints.end(request_id, self._entries)
 
     # ---- giving up
 
     def evict(self) -> bool:
-        """Gives up the least recently used blocks that no request holds: one in a window, or all of the same tokens.
+        """Gives up what was used least recently and no request holds: a checkpoint, a block in a window, or all blocks
+        of the same tokens.
 
         Of the latter preferably those that no cached block follows.
         """
-        found = self.idle.next_exit()
+        found, checkpoint = self.idle.next_exit(), self.checkpoints.oldest()
+        if checkpoint is not None and (found is None or found.is_inner or checkpoint.since < found.since):
+            self.checkpoints.remove(checkpoint)
+            return True
         if found is not None:
-            entry, window = found
+            entry, window = found.entry, found.window
             if self.host is not None:
                 self.host.move_out(entry, entry.blocks if window is None else [entry.blocks[window]])
             if window is None:
@@ -241,13 +286,27 @@ class PrefixCache:
     def purge(self, blocks: Collection[Block]) -> None:
         """Takes out entries of blocks whose values are not trusted, and copies of them."""
         entries = list({self._of_block[block]: None for block in blocks if block in self._of_block})
+        if any(block not in self._of_block and not block.holders for block in blocks):
+            self.checkpoints.clear()  # whoever held it has left states of it behind blocks of others, perhaps
+        elif entries:
+            self._lose_checkpoints_behind({entry.key for entry in entries})
         for entry in entries:
             self._remove(entry)
         if self.host is not None:
             self.host.purge(blocks, entries)
 
+    def _lose_checkpoints_behind(self, bad: Collection[bytes]) -> None:
+        """Takes out the checkpoints at the entries of these keys, and of all tokens that follow theirs."""
+        for key in list(self.checkpoints):
+            at = key
+            while at not in bad and at in self._entries:
+                at = self._entries[at].parent
+            if at in bad:
+                self.checkpoints.lose(key)
+
     def clear(self) -> None:
         """Gives up everything; blocks that requests share stay theirs."""
+        self.checkpoints.clear()
         for block in self._of_block:
             self._tables.store.drop(block)
         if self.host is not None:
@@ -256,8 +315,9 @@ class PrefixCache:
             book.clear()
 
     def _remove(self, entry: Entry) -> None:
-        """Takes an entry out, and all blocks that it has."""
+        """Takes an entry out, all blocks that it has, and its checkpoint."""
         del self._entries[entry.key]
+        self.checkpoints.lose(entry.key)
         self._children[entry.parent] -= 1
         if not self._children[entry.parent]:
             del self._children[entry.parent]

@@ -187,9 +187,9 @@ class KVSpec:
     def can_share(self) -> bool:
         """Whether requests may share blocks of a prefix.
 
-        Codes under patterns mean nothing without their request's bank, and a state is that of its last token alone.
+        Codes under patterns mean nothing without their request's bank.
         """
-        return not self.has_states and not any(group.has_bank for group in self.groups)
+        return not any(group.has_bank for group in self.groups)
 
     @cached_property
     def has_windows(self) -> bool:

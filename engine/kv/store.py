@@ -9,7 +9,7 @@ first that writes where it was.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from .arena import Arena, ArenaError, Slot
@@ -113,6 +113,13 @@ class BlockStore:
             done += 1
         self._end_wave(wave)
         return done
+
+    def copy(self, sources: Sequence[Block], targets: Sequence[Block]) -> None:
+        """Has the bytes of each of ``sources`` copied to the target of equal size, in a wave."""
+        for block in targets:
+            self._fresh.pop(block.slot, None)  # they are written in full
+        pairs = zip(sources, targets, strict=True)
+        self._end_wave([Move(b, a.slot.address, b.slot.address, b.rung, b.rung) for a, b in pairs])
 
     def resize(self, nbytes: int) -> None:
         """Has at most ``nbytes`` of memory held: more at once, less as far as ``shrink`` takes it."""

@@ -20,7 +20,7 @@ def take_snapshot(started: Started) -> EngineStats:
     held = total_nbytes(fullest) - fullest["state"]  # of KV
     widest_tokens, floor_tokens = cache.capacity
     blocks = cache.blocks_by_group()
-    idle = space.prefix.idle.nbytes if space.prefix else 0
+    idle = space.prefix.idle_nbytes if space.prefix else 0
     host = None if space.prefix is None or space.prefix.host is None else space.prefix.host.tier
     return EngineStats(
         time=time.monotonic(),
@@ -47,9 +47,12 @@ def take_snapshot(started: Started) -> EngineStats:
         prefix_query_tokens=space.prefix.num_queried_tokens if space.prefix else 0,
         prefix_hit_tokens=space.prefix.num_hit_tokens if space.prefix else 0,
         prefix_hits=dict(space.prefix.hit_tokens) if space.prefix else {},
+        num_checkpoints=space.prefix.checkpoints.num_taken if space.prefix else 0,
+        num_checkpoint_hits=space.prefix.checkpoints.num_hits if space.prefix else 0,
         kv_bytes_total=cache.nbytes,
         kv_bytes_used=cache.arena.used_nbytes - idle,
         kv_bytes_cached=idle,
+        kv_bytes_checkpoints=space.prefix.checkpoints.nbytes if space.prefix else 0,
         kv_bytes_reserve=cache.arena.reserve_nbytes,
         kv_bytes_peak=total_nbytes(peak),
         kv_bytes_codes=peak["codes"],

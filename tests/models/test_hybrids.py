@@ -91,7 +91,7 @@ def test_a_request_holds_a_slot_for_each_layer_with_a_state(engine: Engine) -> N
     tables, ladder = core.space.tables, engine._started.ladder
     nbytes = SPEC.nbytes(torch.float32)
     assert ladder.states == (SPEC,) * 3 and [len(group.layers) for group in ladder.groups] == [1]
-    assert tables.demand(1, 0)[nbytes] == 3 and core.space.prefix is None
+    assert tables.demand(1, 0)[nbytes] == 3
     peak: list[int] = []
     note = core.registry.report
 

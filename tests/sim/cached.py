@@ -12,11 +12,14 @@ from typing import Any, NamedTuple
 from .broken import require
 from .options import Group, Options
 
+CHECKPOINT = -1  # in place of a group
+
 
 class Part(NamedTuple):
     """Cached blocks that go together; sorts in the order of being given up.
 
-    A block of a group with a window, or all of an entry, which go with its blocks of groups that see all tokens.
+    A block of a group with a window, or all of an entry, which go with its blocks of groups that see all tokens, or
+    a checkpoint.
     """
 
     is_inner: bool  # whether cached blocks follow, which would be lost
@@ -40,6 +43,10 @@ class Cached:
         entries = {} if self._prefix is None else self._prefix._entries
         return {(e.key, i): block for e in entries.values() for i, block in enumerate(e.blocks) if block is not None}
 
+    def checkpoints(self) -> dict[bytes, Any]:
+        """All checkpoints of states by key."""
+        return {} if self._prefix is None else dict(self._prefix.checkpoints._found)
+
     def idle(self) -> list[Part]:
         """What could be given up: blocks that no request holds."""
         return list(self._idle())
@@ -48,6 +55,9 @@ class Cached:
         entries = {} if self._prefix is None else self._prefix._entries
         inner = {entry.parent for entry in entries.values()}
         groups = self.options.groups
+        for key, checkpoint in self.checkpoints().items():
+            if all(slot.refs == 1 for slot in checkpoint.slots):
+                yield Part(False, checkpoint.since, False, CHECKPOINT, key)
         full = [index for index, group in enumerate(groups) if group.visible is None]
         for entry in entries.values():
             idle = [block is not None and block.refs == 1 for block in entry.blocks]
@@ -72,7 +82,11 @@ class Cached:
     def kinds(self) -> Counter[tuple[int, int]]:
         """Numbers by group and rung of the blocks that can be given up."""
         groups = {(part.key, index) for part in self._idle() for index in self._groups_of(part)}
-        return Counter((index, block.rung) for (key, index), block in self.blocks().items() if (key, index) in groups)
+        blocks = Counter((index, block.rung) for (key, index), block in self.blocks().items() if (key, index) in groups)
+        for key, checkpoint in self.checkpoints().items():
+            if (key, CHECKPOINT) in groups:
+                blocks.update((slot.group, slot.rung) for slot in checkpoint.slots)
+        return blocks
 
     def _groups_of(self, part: Part) -> list[int]:
         if not part.is_whole:
@@ -100,24 +114,36 @@ class Cached:
         self._since = now
 
     def of(self, part: Part) -> set[tuple[bytes, int]]:
-        """The blocks of a part by key and group."""
-        return {(key, i) for key, i in self.blocks() if key == part.key and (part.is_whole or i == part.group)}
+        """The blocks of a part by key and group, and its checkpoint, which goes with the last of its blocks."""
+        cached = {(key, i) for key, i in self.blocks() if key == part.key}
+        gone = {(key, i) for key, i in cached if part.is_whole or i == part.group}
+        goes = part.key in self.checkpoints() and (part.group == CHECKPOINT or gone == cached)
+        return gone | ({(part.key, CHECKPOINT)} if goes else set())
 
-    def longest(self, request: Any) -> list[list[Any]]:
-        """The blocks by group of the longest prefix of a request, less one token, that all groups can serve."""
+    def places(self) -> dict[tuple[bytes, int], Any]:
+        """All cached blocks by key and group, and all checkpoints."""
+        return {**self.blocks(), **{(key, CHECKPOINT): each for key, each in self.checkpoints().items()}}
+
+    def longest(self, request: Any, *, with_states: bool = True) -> tuple[int, list[list[Any]]]:
+        """Tokens of the longest prefix of a request, less one token, that all groups can serve; its blocks by group.
+
+        ``with_states``: a checkpoint stands behind it, if there are states.
+        """
         params, options = request.params, self.options
         if self._prefix is None or params.prompt_logprobs is not None or params.num_prefill_tokens is not None:
-            return [[] for _ in options.groups]
+            return 0, [[] for _ in options.groups]
         cached, ends = self.blocks(), self.ends(request.num_tokens - 1)
-        keys = self.keys(request, ends)
+        keys, checkpoints = self.keys(request, ends), self.checkpoints()
         for number in range(len(keys), 0, -1):
+            if with_states and options.num_states and keys[number - 1] not in checkpoints:
+                continue
             found = [
                 [cached.get((keys[piece], index)) for piece in self.pieces(group, ends[number - 1], number)]
                 for index, group in enumerate(options.groups)
             ]
             if all(self.serves(group, found[i], request, ends[number - 1]) for i, group in enumerate(options.groups)):
-                return found
-        return [[] for _ in options.groups]
+                return ends[number - 1], found
+        return 0, [[] for _ in options.groups]
 
     def check_filed(self, request: Any, tables: list[Any], start: int, num_tokens: int) -> None:
         """Checks that no block of ``request`` among its pieces from ``start`` on is worth more than the one filed.

@@ -17,6 +17,7 @@ LONG_LADDERS = (
 STEPPING = tuple(sizes for sizes in LADDERS if len(sizes) > 1)
 RATIOS = tuple(Fraction(text) for text in ("0.1", "0.2", "0.3", "0.5", "0.77", "0.99"))
 KINDS = ("demotion", "idle", "replaced", "copy", "hit", "preempted", "recover", "refused", "end of")
+RARE = ("preempted", "refused")
 SHARING = ("idle", "replaced", "hit")  # what banks forbid
 
 
@@ -135,6 +136,23 @@ def with_host(options: Options) -> Options:
     )  # fmt: skip
 
 
+def with_states(options: Options) -> Options:
+    """The same options with states of one to three layers and a prefix cache; half with changes of other cases.
+
+    Requests go on from others' tokens more often, in larger memory: a checkpoint takes as much as a block or two.
+    """
+    rng = random.Random(f"states {options.seed}")
+    if rng.random() < 0.5:
+        options = rng.choice((with_groups, with_resizes, many_rungs, with_priorities, with_ratio, with_pace))(options)
+    number = rng.randint(1, 3)
+    sizes = rng.choice(((rng.choice((1, 3, *options.sizes)),) * number, options.sizes[:1] + (1, 3)[: number - 1]))
+    more = rng.choice(((), (), (1,)))
+    return replace(
+        options, prefix=True, other_slots=(*sizes, *more), num_states=len(sizes), returns=rng.choice((0.2, 0.9)),
+        slabs=options.slabs + len(sizes) + len(more) + rng.choice((0, 4, 12)),
+    )  # fmt: skip
+
+
 def _floors(rng: random.Random, num_rungs: int, number: int) -> tuple[int, ...]:
     """For each rung of a ladder one of ``number``, none wider than the one before: half of the time it is cut."""
     if rng.random() < 0.5:
@@ -192,6 +210,10 @@ CASES = {
     "host": Case(
         with_host, range(11_000, 11_024), range(11_100, 11_600),
         (*(kind for kind in KINDS if kind != "refused"), "out", "written", "fetched", "parked"),
+    ),
+    "states": Case(
+        with_states, range(12_000, 12_012), range(12_100, 12_600),
+        (*(kind for kind in KINDS if kind not in RARE), "kept", "moved along", "restored", "given up"),
     ),
     "priorities": Case(with_priorities, range(7100, 7110), range(7200, 7500)),
 }  # fmt: skip

@@ -27,6 +27,8 @@ MODULES = {  # in order of their imports
     "reserve": "qkv_engine.kv.reserve",
     "table": "qkv_engine.kv.table",
     "idle": "qkv_engine.kv.idle",
+    "borders": "qkv_engine.kv.borders",
+    "checkpoints": "qkv_engine.kv.checkpoints",
     "host_piece": "qkv_engine.kv.host_piece",
     "host_tier": "qkv_engine.kv.host_tier",
     "shortage": "qkv_engine.kv.shortage",

@@ -197,6 +197,23 @@ class Device(Records):
         record.count, record.value, record.salt, record.path = end, value, salt, (block.rung,)
         record.group = block.group
 
+    def go_on(self, slot: Any, start: int, end: int, before: int | None, after: int, salt: str) -> bool:
+        """Has a state go on from tokens up to ``start``, where it is ``before``, to ``end``; whether it is spoilt.
+
+        One that begins there may have been anything.
+        """
+        record = self._at(slot.slot.address, slot.slot.nbytes)
+        if start:
+            if record.path != (slot.rung,):
+                raise DeviceError(f"a state goes on from bytes of rungs {record.path}")
+            if record.salt != salt:
+                raise DeviceError("a state goes on from one of another salt")
+            if (record.count, record.value) != (start, before):
+                raise DeviceError(f"a state of {record.count} tokens goes on from {start}, or it is of other tokens")
+        is_spoilt = record.spoilt and start > 0
+        self._put(slot.slot.address, Record(record.nbytes, (slot.rung,), slot.group, end, after, salt, is_spoilt))
+        return is_spoilt
+
     def read(self, block: Any, nbytes: int, salt: str) -> Record:
         """The record of a block, checked as a request with ``salt`` reads it."""
         self.host.check_read(block.slot.address, nbytes)

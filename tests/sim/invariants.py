@@ -32,6 +32,7 @@ from qkv_engine.request import RequestStatus
 from .broken import require
 from .hosted import check_tier
 from .spy import SpySpace
+from .states import check_checkpoints
 
 
 def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, tuple[int, int]]:
@@ -48,6 +49,10 @@ def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, 
         require(block.group == index, "a block is filed as another group's")
         cached[block] = cached.get(block, 0) + 1
         owners.setdefault(block, [])
+    for block in check_checkpoints(space):
+        require(block not in owners, "a checkpoint's slot is in use")
+        cached[block], owners[block] = 1, []
+    copied = {move.block for wave in store.waves for move in wave if move.old == move.new}
     for block in check_tier(space):  # the tier owns it as the cache does
         require(block not in owners, "a block that waits for its bytes is in use")
         cached[block], owners[block] = 1, []
@@ -67,7 +72,8 @@ def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, 
         require(block.floor == floor, f"floor {block.floor}, its holders allow {floor}")
         require(rung <= floor, f"rung {rung} below the floor {floor}")
         before = seen.get(block)
-        require(before is not None or slot in store._fresh, "a new slot will not be cleared")
+        is_new = before is None
+        require(not is_new or slot in store._fresh or block in copied, "a new slot will not be cleared")
         require(before is None or before <= rung, "a block widened")
         now[block] = rung
         if size == arena.block_nbytes:
@@ -235,6 +241,7 @@ def check_batch(batch: Any, scheduler: Any, space: SpySpace, ahead: bool) -> int
         if request.params.num_prefill_tokens is not None:
             check_scored(item, space)
     check_passed(batch, scheduler, space)
+    space.states.check_batch(batch)
     space.check_work()
     return num_ahead
 

@@ -35,6 +35,7 @@ class Model:
         self.doomed: set[Request] = set()
         self.tainted: set[Request] = set()
         self.unknown: set[Any] = set()
+        self.goes_on = False  # whether the last step goes on from tokens before it
 
     @property
     def _space(self) -> SpySpace:
@@ -71,6 +72,7 @@ class Model:
         rng, faults = self.rng, self.options.faults
         self.doomed.update(item.request for item in batch.items if rng.random() < faults / 2)
         broken = any(item.request in self.doomed for item in batch.items) and rng.choice(("soon", "late", "later"))
+        self.goes_on = any(item.start for item in batch.items)
         if broken in ("soon", "late"):
             self.run_again()
         if broken == "soon":
@@ -78,9 +80,11 @@ class Model:
         for item in batch.items:
             if not self._follows_nothing(item):
                 self._write(item)
+                self._write_states(item)
         if broken == "late":
             raise Fault("on purpose")
         found = [(item, self._sample(item, rng.random() < faults / 2)) for item in batch.items]
+        self._spoil_states(batch)
         return found, Fault("on purpose") if broken else None
 
     def _follows_nothing(self, item: Any) -> bool:
@@ -155,6 +159,24 @@ class Model:
                 nbytes, first = self.options.groups[index].size(block.rung), max(start, item.start)
                 self._device.write(block, nbytes, first - start, end - start, truth.value_in(index, end - 1), salt)
 
+    def _write_states(self, item: Any) -> None:
+        """Has the states of a request, which must be those of its tokens before ``item``, go on behind it."""
+        truth, salt = self.truths[item.request], item.request.params.cache_salt
+        for index, slot in enumerate(self._states_of(item.request)):
+            value = truth.state(index, item.start) if item.start else None
+            if self._device.go_on(slot, item.start, item.end, value, truth.state(index, item.end), salt):
+                self.tainted.add(item.request)
+
+    def _states_of(self, request: Request) -> list[Any]:
+        rungs = self.options.state_rungs
+        return [block for block in self.simulation.tables_of(request)[0].slots if block.rung in rungs]
+
+    def _spoil_states(self, batch: Any) -> None:
+        """Has the states of requests that read bad values be bad, too."""
+        for request in [item.request for item in batch.items if item.request in self.tainted]:
+            for slot in self._states_of(request):
+                self._device.spoil(slot)
+
     def check_spoilt(self) -> None:
         """Checks that only requests that are about to fail hold values known to be bad."""
         for request in self.simulation.scheduler.running:
@@ -172,6 +194,10 @@ class Model:
             record = self._record(block)
             require(record.count == len(entries[key].tokens), "a cached block is not full")
             require(not record.spoilt or block in doubtful, "bad values are offered")
+        for checkpoint in self._space.cached.checkpoints().values():
+            is_spoilt = any(self._record(slot).spoilt for slot in checkpoint.slots)
+            left = (self._space.states.left_by(request) for request in self.tainted)
+            require(not is_spoilt or any(checkpoint in each for each in left), "bad states are offered")
 
     def _record(self, block: Any) -> Any:
         return self._device._at(block.slot.address, block.slot.nbytes)

@@ -304,8 +304,8 @@ GROUP_BUGS = (
         "a block that falls idle renews those of other groups",
         "idle",
         "IdleBlocks.fell_idle",
-        "since = entry.since[block.group] = next(self._serials)",
-        "since = next(self._serials)\nentry.since = [since] * len(entry.since)",
+        "since = entry.since[block.group] = next(self.serials)",
+        "since = next(self.serials)\nentry.since = [since] * len(entry.since)",
     ),
     _bug(
         8006,

@@ -70,11 +70,9 @@ IDLE = (
     ),
     Patch("blocks in use count as idle", "idle", "IdleBlocks.kinds", "block.refs == 1", "True"),
     Patch("bytes in use count as idle", "idle", "IdleBlocks.nbytes", "block.refs == 1", "True"),
+    Patch("who falls idle later is older", "idle", "IdleBlocks.fell_idle", "next(self.serials)", "-next(self.serials)"),
     Patch(
-        "who falls idle later is older", "idle", "IdleBlocks.fell_idle", "next(self._serials)", "-next(self._serials)"
-    ),
-    Patch(
-        "an idle block keeps its age", "idle", "IdleBlocks.fell_idle", "next(self._serials)", "entry.since[block.group]"
+        "an idle block keeps its age", "idle", "IdleBlocks.fell_idle", "next(self.serials)", "entry.since[block.group]"
     ),
     Patch(
         "a block that falls idle never steps down", "idle", "IdleBlocks.fell_idle", "self._file_step(block, since)", ""

@@ -103,6 +103,7 @@ class Options:
     open_ended: float
     ahead: bool  # whether the core runs a step ahead
     other_slots: tuple[int, ...] = ()  # bytes of slots of a request that hold no tokens
+    num_states: int = 0  # of those, from the first
     recent_ratio: Fraction = Fraction(0)
     has_bank: bool = False  # whether the last of the other slots is a bank
     num_windows: int = 0  # later windows that add a pattern to it
@@ -174,7 +175,10 @@ class Options:
                     rungs=tuple(code.RungSize(names[i], size, 16.0 / 2**i) for i, size in enumerate(group.sizes)),
                     floors=group.floors,
                     slots=tuple(code.RequestSlot("sink", self.sink, nbytes, 0) for nbytes in sinks)
-                    + tuple(code.RequestSlot(f"other{i}", 0, nbytes, 0) for i, nbytes in others),
+                    + tuple(
+                        code.RequestSlot(f"other{i}", 0, nbytes, 0, i < self.num_states and not index)
+                        for i, nbytes in others
+                    ),
                     recent=RecentWindow.of(group.recent, group.recent_ratio),
                     visible=group.visible,
                     has_bank=self.has_bank and index == 0,
@@ -182,6 +186,16 @@ class Options:
                 )
             )
         return code.KVSpec("tiny", tuple(groups), self.eager, self.admit_at)
+
+    @property
+    def state_rungs(self) -> list[int]:
+        """Rungs of the states of a request, which are slots of the first group."""
+        return [-1 - (self.sink > 0) - index for index in range(self.num_states)]
+
+    @property
+    def checkpoint_sizes(self) -> list[int]:
+        """Bytes of the slots of a checkpoint."""
+        return [self.groups[0].size(rung) for rung in self.state_rungs]
 
     def rung_names(self, index: int) -> list[str]:
         """Names of a group's rungs."""

@@ -141,7 +141,7 @@ class Simulation:
             bound = 4 * bound + 8
         if self.core.resizer.is_pending:  # cached blocks step down rung by rung, and are given up
             rungs = max(len(group.sizes) for group in self.options.groups)
-            bound += (rungs + 1) * len(self.space.cached.blocks()) + self.options.slabs
+            bound += (rungs + 1) * len(self.space.cached.places()) + self.options.slabs
         while self.core.has_work:
             require(bound > 0, "requests do not finish")
             bound -= 1
@@ -265,7 +265,10 @@ class Simulation:
                 self.core.step()
             except (BrokenOff, Fault) as error:
                 alone = not self.options.ahead or self.core.registry.suspects
-                require(isinstance(error, BrokenOff) or not alone, "a fault is not narrowed down")
+                goes_on = self.options.num_states > 0 and self.model.goes_on
+                require(isinstance(error, BrokenOff) or not alone or goes_on, "a fault is not narrowed down")
+                if goes_on:
+                    self.model.doomed.clear()  # else the engine tries its requests one by one, which nothing here does
                 self.recover()
             finally:
                 self.in_step = False
@@ -302,6 +305,7 @@ class Simulation:
         self.counts["replaced"] += self.space.cached.num_replaced
         self.space.num_trims = self.space.num_idle_demotions = self.space.cached.num_replaced = 0
         self.counts.update(self.space.hosted.take_counts())
+        self.counts.update(self.space.states.take_counts())
         first, rounds = self._first or (None, 0)
         require(first is None or first.num_preemptions == rounds, "the first was preempted")
         self.counts["preempted"] += sum(r not in self.scheduler.running for r in self._had)

@@ -11,13 +11,14 @@ from qkv_engine.request import RequestStatus
 
 from .admission import Admission
 from .broken import require
-from .cached import Cached
+from .cached import CHECKPOINT, Cached
 from .code import Code
 from .hosted import Hosted
 from .options import OPEN_END_BLOCKS, Options
 from .relief import Relief
 from .sealing import check_sealing
 from .shrinks import check_end, lacks_bytes
+from .states import States
 
 
 class SpySpace(Relief):
@@ -33,6 +34,7 @@ class SpySpace(Relief):
         self.num_trims = self.num_idle_demotions = 0  # since the simulator looked
         self.size_asked = options.nbytes  # of memory
         self.hosted = Hosted(self, space.prefix)
+        self.states = States(self)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._space, name)
@@ -50,6 +52,12 @@ class SpySpace(Relief):
 
     def begin_fetching(self, request: Any) -> Any:
         return self.hosted.begin_fetching(request)
+
+    def shortage_to_keep(self, request: Any) -> Any:
+        return self.states.shortage_to_keep(request)
+
+    def keep_state(self, request: Any) -> None:
+        self.states.keep_state(request)
 
     def check_relieved(self) -> None:
         """Checks that each waiting request for which blocks stepped down runs now, or waits for its own."""
@@ -164,8 +172,11 @@ class SpySpace(Relief):
 
     def open(self, request: Any) -> int:
         self._end_shrink()
-        expected = self.cached.longest(request)
+        num_tokens, expected = self.cached.longest(request)
+        self.states.note_start(request)
         found = self._space.open(request)
+        require(found == num_tokens, f"{found} tokens are found, {num_tokens} could be")
+        self.states.check_start(request, found)
         require(found < request.num_tokens, "nothing is left to compute")
         held = self.holdings.held(request)
         require(found == held, f"{found} tokens found, blocks hold {held}")
@@ -209,7 +220,7 @@ class SpySpace(Relief):
             self.cached.check_filed(request, self.holdings.tables_of(request), start, num_tokens)
 
     def evict(self) -> bool:
-        idle, had = self.cached.idle(), self.cached.blocks()
+        idle, had = self.cached.idle(), self.cached.places()
         used, needed = self.tables.arena.used_nbytes, self.short or not self.scheduler.running
         if self.shrinks:
             needed = lacks_bytes(self)
@@ -221,12 +232,14 @@ class SpySpace(Relief):
             self._check_stuck("a cached block is given up while one could step down")
             self._note_relieved()
         expected = self.cached.of(min(idle)) if idle else set()
-        leaving, noted = {place: had[place] for place in expected}, self.hosted.num_noted()
+        leaving = {place: had[place] for place in expected if place[1] != CHECKPOINT}
+        noted = self.hosted.num_noted()
         clean = self.hosted.watch_out(leaving)
         done = self._space.evict()
         self.hosted.check_out(leaving, clean, noted)
-        gone = had.keys() - self.cached.blocks().keys()
+        gone = had.keys() - self.cached.places().keys()
         require(gone == expected, "other cached blocks are given up than the oldest")
+        self.states.note_given_up(gone)
         require(done == bool(idle), f"{len(idle)} cached blocks are idle, one was given up: {done}")
         require(not done or self.tables.arena.used_nbytes < used, "giving up a cached block frees nothing")
         return bool(done)

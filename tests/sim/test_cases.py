@@ -13,6 +13,7 @@ from .mutants_groups import GROUP_BUGS
 from .mutants_host import HOST_BUGS
 from .mutants_resizes import RESIZE_BUGS
 from .mutants_shrinks import SHRINK_BUGS
+from .mutants_states import STATE_BUGS
 from .options import draw
 from .simulator import Simulation
 from .test_simulator import describe, swarm
@@ -44,7 +45,9 @@ def test_every_invariant_is_kept_for_long(name: str, report: list[str]):
 
 
 @pytest.mark.parametrize(
-    "bug", (*BUGS, *GROUP_BUGS, *RESIZE_BUGS, *SHRINK_BUGS, *HOST_BUGS), ids=lambda bug: f"{bug.case}: {bug.name}"
+    "bug",
+    (*BUGS, *GROUP_BUGS, *RESIZE_BUGS, *SHRINK_BUGS, *HOST_BUGS, *STATE_BUGS),
+    ids=lambda bug: f"{bug.case}: {bug.name}",
 )
 def test_a_seeded_bug_is_found(bug: Bug):
     simulation = Simulation(CASES[bug.case].change(draw(bug.seed)), bug)

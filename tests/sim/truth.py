@@ -36,6 +36,10 @@ class Truth:
         """The KV of that token in a group."""
         return mix(index, self.value(position)) if index else self.value(position)
 
+    def state(self, index: int, length: int) -> int:
+        """The state of a layer after the first ``length`` tokens."""
+        return mix(-1 - index, self.value(length - 1))
+
     def spans(self, length: int) -> list[tuple[int, int]]:
         """Ranges of the sink and the blocks of ``length`` tokens, the same in all groups."""
         sink, block = self.groups[0].sink, self.groups[0].block

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from studies import sessions
-from studies.sessions import HOSTED, POLICIES, Load, Run, SessionsRow, sessions_table
+from studies.sessions import HOSTED, POLICIES, STATE_POLICIES, Load, Run, SessionsRow, sessions_table
 
 SMALL = Load("small", 2.5, conversations=6, turns=4, first=600, more=300, answer=40, pause=300)
 
@@ -32,6 +32,12 @@ def test_a_host_tier_leaves_nothing_to_compute_again():
     row = Run(load, HOSTED).finish()
     assert row.recomputed == 0 < Run(load, "stepped down first").finish().recomputed
     assert row.fetched_nbytes > 0 and row.written_nbytes > 0
+
+
+def test_checkpoints_of_states_are_given_up_by_their_age():
+    load = Load("hybrid", 6, conversations=8, turns=4, first=1200, pause=400, states=True)
+    found = {policy: Run(load, policy).finish().hits for policy in STATE_POLICIES}
+    assert found["stepped down first"] > found["given up whole"] > found["behind all checkpoints"]
 
 
 def test_pinned_conversations_and_windows_lose_nothing_by_it():

@@ -62,6 +62,27 @@ def compare(
         worst = max(worst, step(cache, gpu, columns, weights, padding))
         for name, number in growth.items():
             computed[name] += number
+    return max(worst, go_on_from_checkpoint(cache, gpu, copy, weights, computed["a"]))
+
+
+def go_on_from_checkpoint(
+    cache: KVCache, gpu: GpuAttentionPlanner, copy: Copy, weights: list[DeltaWeights], start: int
+) -> float:
+    """The same for a request "b" that begins anew on copies of the states of "a", behind its ``start`` tokens."""
+    tables, main, worst = cache.tables, cache.tables.main, 0.0
+    kept = [tables.store.new_idle_block(main, slot.rung) for slot in main.states("a")]
+    tables.store.copy(main.states("a"), kept)
+    cache.apply_moves(Mover(cache.memory, cache.ladder))
+    tables.release("b")
+    tables.open("b", len(cache.ladder.names) - 1, num_prompt_tokens=200)
+    assert tables.reserve("b", start + 10)
+    tables.store.copy(kept, main.states("b"))
+    cache.apply_moves(Mover(cache.memory, cache.ladder))
+    theirs, ours = ([cache.memory[s.slot.address :][: s.slot.nbytes] for s in main.states(name)] for name in "ab")
+    assert all(torch.equal(*pair) for pair in zip(theirs, ours, strict=True))
+    for begins, number in ((start, 9), (start + 9, 1)):
+        columns = copy.follow(tables, {"b": number}), [begins], [number]
+        worst = max(worst, step(cache, gpu, columns, weights, 0))
     return worst
 
 
