@@ -61,7 +61,8 @@ class Waker:
             try:
                 config, cache = self.config, self.cache
                 model = cast(CausalLM, loaded.model)
-                backend = make_backend(model, cache.backing, self.layout, cache.ladder, config.cuda_graphs, self.host)
+                rest = self.layout, cache.ladder, config.cuda_graphs, self.host, config.deterministic
+                backend = make_backend(model, cache.backing, *rest)
                 if config.warm_up == "full":
                     backend.capture(self.limits)
             except BaseException:

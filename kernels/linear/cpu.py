@@ -37,7 +37,13 @@ def pack_weight(weight: Tensor) -> PackedWeight:
     """Weight ``[O, I]`` packed; the caller drops the original, which lives on where it is ``plain``."""
     weight = weight.detach().contiguous()
     is_kept = weight.dtype is torch.float32 and weight.nbytes <= _SMALL_NBYTES and _FEW_ROWS > 0
-    return PackedWeight(_reorder(weight, _TUNED_ROWS), weight if is_kept else None)
+    return PackedWeight(reorder(weight), weight if is_kept else None)
+
+
+def reorder(weight: Tensor) -> Tensor:
+    """Weight ``[O, I]`` in oneDNN's layout."""
+    out: Tensor = _reorder(weight.detach().contiguous(), _TUNED_ROWS)
+    return out
 
 
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
