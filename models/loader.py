@@ -135,8 +135,8 @@ def load_weights(
 
     ``prepare`` may change the weights before they are packed. Without ``pack`` they stay plain matrices, which
     gradients need. ``is_steady``: products give a row the same bits whatever rows are beside it, on the CPU as long as
-    they are computed with as many threads as the caller has. ``stopped`` is asked a few times a second. Of split weights only the part of
-    ``ranks`` is made or read.
+    they are computed with as many threads as the caller has. ``stopped`` is asked a few times a second. Of split
+    weights only the part of ``ranks`` is made or read.
     Raises ``ModelError`` for a checkpoint that does not fit the configuration, ``CapacityError`` if the device has too
     little memory, and ``concurrent.futures.CancelledError`` once ``stopped`` returns true.
     """

@@ -61,6 +61,8 @@ class Scheduler:
     @property
     def min_step_tokens(self) -> int:
         """Tokens that a step computes at least of requests that have as many, while there is room."""
+        if self.deterministic:
+            return 1  # of what was generated
         return self.max_num_batched_tokens if self.pace is None else min(self.max_num_batched_tokens, LEAST_CHUNK)
 
     def add(self, request: Request) -> None:

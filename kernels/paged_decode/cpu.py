@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from operator import itemgetter
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from torch import Tensor
 from ..attention_parts import join_null_logits, merge_parts, merge_steadily, partial_attention
 from ..block_attention import block_attention
 from ..request_pages import LayerPages, RequestPages
+from .rows import RequestRow, SealedBlock, SlotColumn
 
 SCRATCH_NBYTES = 2**20  # of K and V copied for one call: more leave the cache, fewer make more calls
 FEW_BLOCKS = 8  # up to so many full and open blocks share one call, which costs as much as a block or two
@@ -30,48 +30,6 @@ Lengths = Sequence[int] | Mapping[int, int]  # tokens written to a request's ope
 Part = tuple[Tensor, Tensor]  # outputs [n, H, G, D] and log-sum-exps [n, H, G]
 
 
-class RequestRow(NamedTuple):
-    """Dense slots of one request that are attended side by side.
-
-    ``num_sink``: tokens of the first slot if it is a sink, else 0; ``num_valid``: those of the last slot if it may be
-    partly written, else ``None``; ``num_hidden``: the first tokens of the first slot that lie before a window;
-    ``place``: that of the row's part among those of its request.
-    """
-
-    request: int
-    slots: list[int]
-    num_sink: int
-    num_valid: int | None
-    num_hidden: int
-    place: int
-
-
-class SealedBlock(NamedTuple):
-    """A sealed block of a request, by its byte address; its first ``num_hidden`` tokens lie before a window.
-
-    ``place``: that of its part among those of its request.
-    """
-
-    address: int
-    request: int
-    num_hidden: int
-    place: int
-
-
-class SlotColumn(NamedTuple):
-    """A slot of each row of a group, cut to its first ``num_tokens`` tokens."""
-
-    is_sink: bool
-    slots: slice | Tensor
-    num_tokens: int
-
-    def pages(self, pages: LayerPages) -> Tensor:
-        """All slots of the kind, [S, 2, H, num_tokens, D]."""
-        kv = pages.sinks if self.is_sink else pages.blocks
-        assert kv is not None
-        return kv[:, :, :, : self.num_tokens]
-
-
 @dataclass(frozen=True)
 class DenseGroup:
     """Dense slots attended together, ``num_rows`` rows of ``columns``.
@@ -79,7 +37,7 @@ class DenseGroup:
     A lone column whose ``slots`` are a slice is read in place. ``queries`` names each row's request, ``None`` where
     every request has one row, in order, or the only request has them all; ``mask`` hides the unwritten tokens of the
     last column, and those of the first before a window; ``opened`` has place and request of the rows whose last slot
-    may be partly written. ``is_steady``: whole slots are attended, with a mask, however few of their tokens are written.
+    may be partly written. ``is_steady``: whole slots are attended, with a mask, however few of their tokens are valid.
     """
 
     columns: tuple[SlotColumn, ...]
@@ -291,7 +249,8 @@ class _Builder:
         """Blocks of a request on a rung."""
         found = zip(request.sealed.get(rung, ()), self._positions(request, rung), strict=True)
         return [
-            SealedBlock(address, index, self._num_hidden(request, first), self._place(first)) for address, first in found
+            SealedBlock(address, index, self._num_hidden(request, first), self._place(first))
+            for address, first in found
         ]
 
     def add_sealed(self, rung: int, blocks: list[SealedBlock], bank: int | None = None) -> None:
@@ -351,9 +310,7 @@ def _even_run(numbers: list[int]) -> range | None:
     return range(numbers[0], numbers[-1] + 1, step) if not steps and step > 0 else None
 
 
-def _mask(
-    valid: Mapping[int, int], num_before: int, num_last: int, num_rows: int, *, always: bool
-) -> Tensor | None:
+def _mask(valid: Mapping[int, int], num_before: int, num_last: int, num_rows: int, *, always: bool) -> Tensor | None:
     """0 or -inf for each token [n, 1, 1, num_before + num_last], by the ``valid`` ones of the last slot of some rows.
 
     ``None`` if all are valid, unless there is ``always`` to be one.

@@ -15,7 +15,9 @@ START = 1.5  # a program's start: item, address and page are loads that wait for
 LEAST_SHARE = 0.8  # a last round of programs below 80 % occupancy is charged as 80 % of a full one
 MERGE = 0.1  # for each part of a request
 
-STEADY_BLOCKS = 8  # of an item where its size must not depend on the batch: between those that suit few and many requests
+STEADY_BLOCKS = (
+    8  # of an item where its size must not depend on the batch: between those that suit few and many requests
+)
 
 
 class Bounds(NamedTuple):
