@@ -23,25 +23,31 @@ from .padding import padded_rows
 MOST_ROWS = 128  # of a product, those of a prompt's block: more read the weight again, which costs little then
 ENOUGH_ROWS = 32  # of the largest product: fewer would read the weight too often
 FEWEST_ROWS = (1, 2, 4, 8, 16)  # tried as the smallest product
+FEW_ROWS = 2  # computed in half of oneDNN's time with small weights, which are kept twice then
 SHIFTS = (0, 1, 3)  # places of a row in the products that are compared
 DIVIDED_ELEMENTS = 2**15  # from here on torch divides an elementwise operator among threads, in the middle of rows
 
 
 class RowSpan(NamedTuple):
-    """Products of ``least`` to ``most`` rows give a row the same bits, in any place."""
+    """Products of ``least`` to ``most`` rows give a row the same bits, in any place.
+
+    ``has_few``: so does torch's own product of ``FEW_ROWS`` with a transposed weight.
+    """
 
     least: int
     most: int
+    has_few: bool = False
 
 
 class SteadyWeight(NamedTuple):
     """A weight [O, I] whose products do not depend on the number of rows. On a GPU any number may be computed at once.
 
-    ``span``: numbers of rows that agree on the CPU.
+    ``span``: numbers of rows that agree on the CPU;  ``columns`` [I, O]: the same weight for few rows, if they agree.
     """
 
     weight: Tensor | PackedWeight
     span: RowSpan | None
+    columns: Tensor | None = None
 
 
 def pack_steadily(weight: object) -> SteadyWeight:
@@ -53,7 +59,8 @@ def pack_steadily(weight: object) -> SteadyWeight:
     if weight.is_cuda:
         return SteadyWeight(weight, None)
     rows, size = weight.shape
-    return SteadyWeight(_packed(weight), agreeing_rows(rows, size, weight.dtype, torch.get_num_threads()))
+    span = agreeing_rows(rows, size, weight.dtype, torch.get_num_threads())
+    return SteadyWeight(_packed(weight), span, weight.detach().T.contiguous() if span.has_few else None)
 
 
 def linear(x: Tensor, weight: SteadyWeight, bias: Tensor | None) -> Tensor:
@@ -63,7 +70,9 @@ def linear(x: Tensor, weight: SteadyWeight, bias: Tensor | None) -> Tensor:
 
         assert isinstance(weight.weight, Tensor)
         return linear_steady(x, weight.weight, bias)
-    least, most = weight.span
+    if weight.columns is not None and len(x) <= FEW_ROWS:
+        return _product_of_few(x, weight.columns, bias)
+    least, most, _ = weight.span
     if len(x) > most:
         return torch.cat([linear(piece, weight, bias) for piece in x.split(most)])
     number = min(most, max(least, padded_rows(len(x), x.device)))
@@ -96,9 +105,8 @@ def agreeing_rows(num_out: int, size: int, dtype: torch.dtype, num_threads: int)
     """
     assert num_threads == torch.get_num_threads()
     numbers = sorted({padded_rows(number, torch.device("cpu")) for number in range(1, MOST_ROWS + 1)})
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(MOST_ROWS + max(SHIFTS), size, generator=generator).to(dtype)
-    weight = _packed(torch.randn(num_out, size, generator=generator).to(dtype))
+    x, plain = _telling_operands(MOST_ROWS + max(SHIFTS), num_out, size, dtype)
+    weight = _packed(plain)
     found = {(n, shift): _product(x[shift : shift + n].clone(), weight, None) for n in numbers for shift in SHIFTS}
 
     def agree(most: int, number: int) -> bool:
@@ -114,11 +122,45 @@ def agreeing_rows(num_out: int, size: int, dtype: torch.dtype, num_threads: int)
                 best = RowSpan(least, most)
         if best.most >= ENOUGH_ROWS:
             break
-    return best
+    few = dtype is torch.float32 and plain.nbytes <= cpu.SMALL_NBYTES and best.most > 1
+    return best._replace(has_few=few and _few_agree(x[: best.most], weight, plain))
+
+
+def _few_agree(x: Tensor, weight: Tensor | PackedWeight, plain: Tensor) -> bool:
+    columns, bias = plain.T.contiguous(), plain[:, 0].contiguous()
+    for some in (None, bias):
+        expected = _product(x, weight, some)
+        for first in range(0, len(x) - FEW_ROWS, 5):
+            for rows in (slice(first, first + FEW_ROWS), slice(first, first + 1)):
+                if not torch.equal(_product_of_few(x[rows].clone(), columns, some), expected[rows]):
+                    return False
+    return True
+
+
+def _telling_operands(num_rows: int, num_out: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows and a weight whose products are 0 but for rounding errors, which another order of sums changes entirely.
+
+    Of sums that are large, 16 bits would hide most of these errors.
+    """
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(size // 2, generator=generator)
+
+    def halves(number: int, sign: float) -> Tensor:
+        some = torch.randn(number, size // 2, generator=generator)
+        return F.pad(torch.cat((some, sign * some[:, order]), dim=1), (0, size % 2)).to(dtype)
+
+    return halves(num_rows, -1.0), halves(num_out, 1.0)
 
 
 def _packed(weight: Tensor) -> Tensor | PackedWeight:
     return PackedWeight(cpu.reorder(weight), None) if cpu.can_pack(weight) else weight
+
+
+def _product_of_few(x: Tensor, columns: Tensor, bias: Tensor | None) -> Tensor:
+    """At most ``FEW_ROWS`` rows times ``columns`` [I, O]: always as many, since a lone row has a kernel of its own."""
+    rows = x if len(x) == FEW_ROWS else F.pad(x, (0, 0, 0, FEW_ROWS - len(x)))
+    out = rows @ columns
+    return (out if bias is None else out.add_(bias))[: len(x)]
 
 
 def _product(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None) -> Tensor:

@@ -136,8 +136,7 @@ class CpuGroupPlanner:
         return self._decodes[1].with_lengths([extent.num_open for extent in extents])
 
     def _build(self, pages: list[RequestPages]) -> DecodePlan:
-        steady = {"sink_tokens": self.sink, "is_steady": self._is_steady}
-        return DecodePlan.build(pages, BLOCK_TOKENS, self.window, **steady)
+        return DecodePlan.build(pages, BLOCK_TOKENS, self.window, sink_tokens=self.sink, is_steady=self._is_steady)
 
     def _extent(self, row: int, length: int) -> Extent:
         num_sink = min(length, self.sink)
