@@ -118,7 +118,11 @@ def agreeing_rows(num_out: int, size: int, dtype: torch.dtype, num_threads: int)
     best = RowSpan(1, 1)  # a lone row has no neighbours
     for least in FEWEST_ROWS:
         for most in reversed(numbers):
-            if most > best.most and all(agree(most, number) for number in numbers if least <= number <= most):
+            if (
+                most >= least
+                and most > best.most
+                and all(agree(most, number) for number in numbers if least <= number <= most)
+            ):
                 best = RowSpan(least, most)
         if best.most >= ENOUGH_ROWS:
             break

@@ -345,7 +345,7 @@ def paged_decode(
     grouped = q.view(q.shape[0], pages.blocks.shape[2], -1, q.shape[-1])
     heads = grouped.shape[2]
     if plan.is_steady and heads == 1:  # products of one row are rounded as its bytes happen to be aligned
-        grouped = grouped.expand(-1, -1, 2, -1)
+        grouped = grouped.repeat(1, 1, 2, 1)
     parts = [part for group in plan.groups for part in group.attend(grouped, pages, scale, softcap)]
     out, lse = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
     out, lse = out[:, :, :heads], lse[:, :, :heads]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from qkv_engine.errors import QKVError
@@ -50,7 +52,7 @@ def test_chunks_end_where_blocks_do_and_where_the_prompt_does(spec, budget):
     ends = [sink] * bool(sink) + [sink + BLOCK * i for i in range(1, 9)]
     for name, number in (("a", 600), ("b", 322), ("c", 2)):
         cuts = [0, *(end for end in ends if end < number), number]
-        chunks = [(first, last - first) for first, last in zip(cuts, cuts[1:], strict=False)]
+        chunks = [(first, last - first) for first, last in pairwise(cuts)]
         assert of(name, found) == [*chunks, (number, 1), (number + 1, 1)]
 
 
