@@ -38,7 +38,7 @@ _OTHER_FIELDS = {"max_num_seqs": "batch_sweep"}
 _ENGINE_OPTIONS = (
     *("model", "kv", "state_dtype", "kv_memory", "host_memory", "dtype", "weights", "device"),
     *("max_model_len", "extend_context", "cuda_graphs", "warm_up", "max_itl_ms", "tensor_parallel", "num_threads"),
-    "revision",
+    *("deterministic", "revision"),
 )
 _FIT_OPTIONS = ("memory", "context", "requests")
 
@@ -88,6 +88,12 @@ def add_model_arguments(
         type=float,
         metavar="MS",
         help="keep the time between two tokens under this, by smaller chunks of prompts (default: no limit)",
+    )
+    group.add_argument(
+        "--deterministic",
+        action="store_const",
+        const=True,
+        help="give a request the same tokens whatever runs beside it, for --kv without pressure (takes more time)",
     )
     group.add_argument(
         *("--tp", "--tensor-parallel"),

@@ -216,7 +216,7 @@ _INTEGERS = {
 WARM_UPS = ("lazy", "full")
 WEIGHTS = ("int8", "int4", "fp8")  # what a plain checkpoint can be quantized to while it is read
 MAX_CONTEXT = 2**24  # tokens of a request
-_FLAGS = ("prefix_caching", "resizable", "extend_context", "cuda_graphs")
+_FLAGS = ("prefix_caching", "resizable", "extend_context", "cuda_graphs", "deterministic")
 _TEXTS = ("dtype", "device", "load_format", "warm_up")
 
 
@@ -284,6 +284,7 @@ class EngineConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_itl_ms: float | None = None
+    deterministic: bool = False
     tensor_parallel: int = 1
     cuda_graphs: bool = True
     warm_up: str = "lazy"

@@ -70,6 +70,10 @@ class Engine(Closable):
         max_itl_ms: limit in milliseconds for the time between two tokens of a request, above 0 to 60,000, kept by
             smaller chunks of prompts, whose first tokens come later; None for no limit.
 
+    Results
+        deterministic: a request has the same tokens whatever runs beside it (docs/determinism.md), which takes more
+            time; for ladders of one rung or an eager one, models without experts or states, and one GPU.
+
     Machine
         tensor_parallel: GPUs that share the model, 1 to 64, each a process with its part of the weights and of the KV
             heads; ``kv_memory`` is that of each. On a CPU processes of one machine.
@@ -99,6 +103,7 @@ class Engine(Closable):
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
         max_itl_ms: float | None = None,
+        deterministic: bool = False,
         tensor_parallel: int = 1,
         cuda_graphs: bool = True,
         warm_up: str = "lazy",
@@ -126,6 +131,7 @@ class Engine(Closable):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_itl_ms=max_itl_ms,
+            deterministic=deterministic,
             tensor_parallel=tensor_parallel,
             cuda_graphs=cuda_graphs,
             warm_up=warm_up,

@@ -25,6 +25,7 @@ from qkv_engine.models.loader import (
     load_nbytes,
     load_weights,
     resolve_dtype,
+    weights_nbytes,
 )
 from qkv_engine.models.moe import MoeConfig
 from qkv_engine.models.ranks import ALONE, Ranks
@@ -32,8 +33,11 @@ from qkv_engine.models.registry import build_model
 from qkv_engine.models.weights.scheme import UNQUANTIZED, on_load_scheme
 
 from .config import STATE_DTYPES, EngineConfig, KVConfig
+from .determinism import check_deterministic
 from .device.backend import Backend
 from .device.cpu.backend import CpuBackend
+from .device.cpu.thread_choice import ThreadChoice
+from .device.cpu.threads import choose_threads, computing_with
 from .device.host_memory import HostMemory
 from .device.layouts import Ladder, group_layers, ladder_of_layers
 from .device.logits import CausalLM
@@ -82,16 +86,18 @@ def make_backend(
     ladder: Ladder,
     cuda_graphs: bool,
     host: HostMemory | None = None,
+    deterministic: bool = False,
 ) -> Backend:
     """The backend of the device on which ``memory`` is, over block tables of ``layout``.
 
-    ``host``: memory for blocks that leave it.
+    ``host``: memory for blocks that leave it. ``deterministic``: steps give a token the same bits whatever is beside
+    it, if the model was loaded so.
     """
     if memory.tensor.is_cpu:
-        return CpuBackend(model, memory.tensor, layout, ladder, memory.dig, host)
+        return CpuBackend(model, memory.tensor, layout, ladder, memory.dig, host, deterministic)
     from .device.gpu.backend import GpuBackend  # needs Triton
 
-    return GpuBackend(model, memory.tensor, layout, ladder, cuda_graphs, memory.dig, host)
+    return GpuBackend(model, memory.tensor, layout, ladder, cuda_graphs, memory.dig, host, deterministic)
 
 
 def load(
@@ -112,20 +118,34 @@ def load(
         )  # fmt: skip
     prepare = _preparation(config, source)
     dtype = resolve_dtype(config.dtype, source.config, device)
-    loaded = in_own_thread(
-        lambda stopped: load_weights(
-            source,
-            dtype=dtype,
-            device=device,
-            load_format=config.load_format,
-            seed=config.seed,
-            stopped=stopped,
-            prepare=prepare,
-            pack=pack,
-            ranks=ranks,
-        )
-    )
-    return loaded, dtype
+    threads = None
+    if config.deterministic and device.type == "cpu":  # products are tried as they will be computed
+        threads = step_threads(config, source.config, dtype, device).number
+
+    def read(stopped: Callable[[], bool]) -> LoadedModel:
+        with computing_with(threads):
+            return load_weights(
+                source,
+                dtype=dtype,
+                device=device,
+                load_format=config.load_format,
+                seed=config.seed,
+                stopped=stopped,
+                prepare=prepare,
+                pack=pack,
+                is_steady=config.deterministic,
+                ranks=ranks,
+            )
+
+    return in_own_thread(read), dtype
+
+
+def step_threads(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, num_ranks: int = 1
+) -> ThreadChoice:
+    """The threads of one of ``num_ranks``, each of which computes with its part of them."""
+    nbytes = weights_nbytes(model, dtype, num_ranks, device)
+    return choose_threads(config.num_threads, nbytes, is_fixed=config.deterministic)
 
 
 def _preparation(config: EngineConfig, source: ModelSource) -> Callable[[nn.Module], None]:
@@ -158,6 +178,7 @@ def find_source(config: EngineConfig, device: torch.device, num_ranks: int) -> M
             config.kv.model.check_shape(model, config.kv.name)
         check_context(model, config.max_model_len, config.extend_context)
         model.check_ranks(num_ranks)
+        check_deterministic(config, kept_config(model, device), device)
         check_groups(model, config.max_model_len)
         if config.kv.bases is not None:
             check_bases(build_model(kept_config(model, device)))

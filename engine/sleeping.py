@@ -69,7 +69,8 @@ class Waker:
         loaded, _ = load(config, self.device)
         cache.take_up()
         model = cast(CausalLM, loaded.model)
-        backend = make_backend(model, cache.backing, self.layout, cache.ladder, config.cuda_graphs, runner.host)
+        rest = self.layout, cache.ladder, config.cuda_graphs, runner.host, config.deterministic
+        backend = make_backend(model, cache.backing, *rest)
         if config.warm_up == "full":
             backend.capture(self.limits)
         return backend, watch_bases(cache, calibrated_variances(loaded.model))

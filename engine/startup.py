@@ -11,15 +11,14 @@ import torch
 
 from qkv_engine.models.basis import calibrated_variances
 from qkv_engine.models.checkpoint import weights_digest
-from qkv_engine.models.loader import weights_nbytes
 from qkv_engine.models.ranks import ALONE
 from qkv_engine.scheduler import Pace, Scheduler
 
 from .config import BLOCK_TOKENS, EngineConfig
+from .determinism import check_ladder
 from .device.backend import StepLimits
 from .device.cache import KVCache
 from .device.cpu.thread_choice import ThreadChoice
-from .device.cpu.threads import choose_threads
 from .device.gpu.warm_up import warm_up
 from .device.host_memory import allocate_host
 from .device.layouts import Ladder
@@ -32,7 +31,7 @@ from .kv.manager import KVManager
 from .kv.prefix import PrefixCache
 from .kv.slabs import MAX_SLAB_BLOCKS
 from .kv.table_rows import TableLayout
-from .loading import enough_memory, find_source, load, make_backend, rank_ladder, resolve_device
+from .loading import enough_memory, find_source, load, make_backend, rank_ladder, resolve_device, step_threads
 from .model_files import file_names, read_json_object
 from .parallel.all_ranks import AllRanks
 from .parallel.commands import Setup
@@ -91,6 +90,8 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
     )
     limit = config.max_model_len or model_config.max_position_embeddings
     ladder = rank_ladder(config.kv, model_config, ranks.size, dtype, limit)
+    if config.deterministic:
+        check_ladder(ladder)
     cache = KVCache(ladder, _kv_bytes(config, ladder, limit, device), device, limit, resizable=config.resizable)
     max_model_len = _fit_model_len(config, limit, cache)
     host_nbytes = _host_nbytes(config, cache, ranks.size)
@@ -101,7 +102,7 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
     def make_space() -> KVManager:  # lives as long as the engine, so it must not refer to the model
         tier = HostTier(ladder.spec, host_nbytes, cache.arena.slab_nbytes) if host_nbytes else None
         prefix = PrefixCache(cache.tables, model_name, tier) if config.prefix_caching else None
-        return KVManager(cache.tables, prefix, config.kv_quota)
+        return KVManager(cache.tables, prefix, config.kv_quota, deterministic=config.deterministic)
 
     name = "demo" if config.model is None else model_name
     scheduler = Scheduler(
@@ -109,10 +110,12 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         pace=None if config.max_itl_ms is None else Pace(config.max_itl_ms / 1000),
+        deterministic=config.deterministic,
     )
     layout = TableLayout.of(cache.tables, config.max_num_seqs, max_model_len)
-    backend = make_backend(cast(CausalLM, loaded.model), cache.backing, layout, ladder, config.cuda_graphs, host)
-    threads = choose_threads(config.num_threads, weights_nbytes(model_config, dtype, ranks.size, device))
+    model = cast(CausalLM, loaded.model)
+    backend = make_backend(model, cache.backing, layout, ladder, config.cuda_graphs, host, config.deterministic)
+    threads = step_threads(config, model_config, dtype, device, ranks.size)
     if workers is not None:
         threads = ThreadChoice(max(1, threads.number // ranks.size), reason=threads.reason)  # the same on all ranks
         workers.replies()  # their weights are loaded

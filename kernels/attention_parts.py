@@ -45,6 +45,26 @@ def merge_parts(out: Tensor, lse: Tensor) -> Tensor:
     return (out * lse.softmax(0).unsqueeze(-1)).sum(0)
 
 
+def merge_steadily(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """``merge_parts``, and the log-sum-exp of all, with the same bits whatever lies beside and however many parts lack.
+
+    Torch's softmax and sum over the first dimension treat whole vectors of elements otherwise than a remainder.
+    """
+    peak = lse.amax(0)
+    weights = (lse - peak).exp_()
+    out, total = _tree_sum(out * weights.unsqueeze(-1)), _tree_sum(weights)
+    return out / total.unsqueeze(-1), total.log() + peak
+
+
+def _tree_sum(x: Tensor) -> Tensor:
+    """The sum over the first dimension of ``x``, which it overwrites: of neighbours, then of neighbouring sums."""
+    while len(x) > 1:
+        sums, others = x[::2], x[1::2]
+        sums[: len(others)] += others
+        x = sums
+    return x[0]
+
+
 def join_null_logits(out: Tensor, lse: Tensor, null_logits: Tensor) -> Tensor:
     """The output of a softmax that also has ``null_logits``, without a value, from ``out`` and its log-sum-exp.
 

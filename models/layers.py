@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv_engine.kernels.linear import linear, pack_weight
+from qkv_engine.kernels.linear import Weight, linear, pack_weight
 from qkv_engine.kernels.rms_norm import add_rms_norm, rms_norm, scaled_rms_norm
 
 from .ranks import Part, Ranks
@@ -42,8 +42,8 @@ class Layer(nn.Module):
     def convert(self) -> None:
         """Called once a checkpoint has filled the parameters: they become what ``forward`` computes with."""
 
-    def pack(self) -> None:
-        """Called once after loading: weights may change to their operators' fastest layout."""
+    def pack(self, pack_weight: Callable[[Weight], Weight] = pack_weight) -> None:
+        """Called once after loading: weights may change to their operators' fastest layout, by ``pack_weight``."""
 
     def weight_nbytes(self, dtype: torch.dtype) -> int:
         """Bytes of the module's own weights, for activations of ``dtype``; asked before they are packed."""
@@ -154,8 +154,8 @@ class Linear(Layer):
         rows, columns = self.weight.shape
         return bias + format_nbytes(self.format, rows, columns, dtype)
 
-    def pack(self) -> None:
-        """Replaces the weight by the fastest product's layout and frees the original."""
+    def pack(self, pack_weight: Callable[[Weight], Weight] = pack_weight) -> None:
+        """Replaces the weight by the layout that ``pack_weight`` gives it, and frees the original."""
         packed = pack_weight(self.weight)
         if packed is not self.weight:
             del self.weight
@@ -215,7 +215,7 @@ class RMSNorm(Norm):
             return rms_norm(x, self.weight, self.eps), x
         return add_rms_norm(x, residual, self.weight, self.eps), residual
 
-    def pack(self) -> None:
+    def pack(self, pack_weight: Callable[[Weight], Weight] = pack_weight) -> None:
         """In float32 on the CPU, folds the square root of ``size`` into the weight."""
         if self.weight.is_cpu and self.weight.dtype is torch.float32 and not self.is_wide:
             self._scaled_weight = self.weight * math.sqrt(self.size)

@@ -11,7 +11,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv_engine.kernels.linear import linear_swiglu
+from qkv_engine.kernels.linear import SteadyWeight, by_rows, linear_swiglu
 
 from .attention import Attention, AttentionBatch
 from .config import FULL, SLIDING, ModelConfig, read_biases, read_layer_types, read_num_layers
@@ -100,10 +100,15 @@ class MLP(Layer):
         if self._is_silu:
             inner = linear_swiglu(x, self.gate_up_proj.weight, self.gate_up_proj.bias)
         else:
-            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-            inner = F.gelu(gate, approximate="tanh").mul_(up)
+            gate_up, is_steady = self.gate_up_proj(x), isinstance(self.gate_up_proj.weight, SteadyWeight)
+            inner = by_rows(_gelu_gated, gate_up) if is_steady else _gelu_gated(gate_up)
         out: Tensor = self.down_proj(inner)
         return out
+
+
+def _gelu_gated(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
 
 
 def make_norm(config: ModelConfig, name: str) -> Norm:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from qkv_engine.errors import CapacityError, ConfigError, ModelError
+from qkv_engine.kernels.linear import pack_steadily, pack_weight
 from qkv_engine.model_files import file_names, has_file, read_json
 
 from . import hub
@@ -127,13 +128,15 @@ def load_weights(
     stopped: Callable[[], bool] = lambda: False,
     prepare: Callable[[nn.Module], object] = lambda net: None,
     pack: bool = True,
+    is_steady: bool = False,
     ranks: Ranks = ALONE,
 ) -> LoadedModel:
     """The model of ``source`` on ``device``: filled from its checkpoint, or with seeded random weights; then packed.
 
     ``prepare`` may change the weights before they are packed. Without ``pack`` they stay plain matrices, which
-    gradients need. ``stopped`` is asked a few times a second. Of split weights only the part of
-    ``ranks`` is made or read.
+    gradients need. ``is_steady``: products give a row the same bits whatever rows are beside it, on the CPU as long as
+    they are computed with as many threads as the caller has. ``stopped`` is asked a few times a second. Of split
+    weights only the part of ``ranks`` is made or read.
     Raises ``ModelError`` for a checkpoint that does not fit the configuration, ``CapacityError`` if the device has too
     little memory, and ``concurrent.futures.CancelledError`` once ``stopped`` returns true.
     """
@@ -153,7 +156,7 @@ def load_weights(
     for module in net.modules():
         if pack and isinstance(module, Layer):
             _go_on_unless(stopped)
-            module.pack()
+            module.pack(pack_steadily if is_steady else pack_weight)
     return LoadedModel(net.eval(), source.config, source.folder, source.name)
 
 

@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable
 
+from qkv_engine.errors import QKVError
 from qkv_engine.request import Request, RequestStatus
 
 from .coldest import Candidate, Coldest, Tally, eligible, eligible_blocks
@@ -29,10 +30,13 @@ EAGER_PER_STEP = 8  # blocks that an eager ladder demotes, for every 32 running 
 
 
 class Pressure:
-    """Makes room, and keeps some ahead of need. One object a scheduler; its findings about requests last one step."""
+    """Makes room, and keeps some ahead of need. One object a scheduler; its findings about requests last one step.
 
-    def __init__(self, space: KVSpace, running: RequestQueue):
-        self.space, self.running = space, running
+    ``deterministic``: the blocks of an eager ladder step down at fixed positions, those of a prompt, too.
+    """
+
+    def __init__(self, space: KVSpace, running: RequestQueue, *, deterministic: bool = False):
+        self.space, self.running, self.deterministic = space, running, deterministic
         self._ahead_steps = max(1, space.block_tokens // AHEAD_SHARE)
         self._has_quota = space.over_quota(2**62)
         self._coldest: Coldest | None = None  # blocks that may step down in this step
@@ -253,6 +257,9 @@ class Pressure:
 
         Requests with ``num_prefill_tokens`` do not wait for their turn, so that their KV depends on no other request.
         """
+        if self.deterministic:
+            self._settle_all()
+            return
         budget = EAGER_PER_STEP * -(-len(self.running) // 32)
         ready = [r for r in self.space.aged(self.running) if r.num_computed_tokens >= r.num_prefill_tokens]
         if not ready:
@@ -261,6 +268,17 @@ class Pressure:
         urgent = [c for c in found if c.request.params.num_prefill_tokens is not None]
         others = [c for c in found if c.request.params.num_prefill_tokens is None]
         self._demote([(candidate, candidate.block.floor) for candidate in urgent + others[:budget]])
+
+    def _settle_all(self) -> None:
+        """Steps all blocks outside the recent window down to their floors, before the next token attends to them.
+
+        Raises ``QKVError`` where one finds no room, which the reserve is there for: everything is computed again then.
+        """
+        ready = self.space.aged(self.running)
+        found = eligible(self.space, self.running, dict.fromkeys(ready, 0)) if ready else []
+        self._demote([(candidate, candidate.block.floor) for candidate in found])
+        if self.space.aged(ready):
+            raise QKVError("a block finds no room to step down")
 
     def _step_down(self, tenant: str | None, number: int, shortage: ShortageLike) -> int:
         """Steps the coldest blocks down a rung, at most ``number``, no more than ``shortage`` needs; how many did."""

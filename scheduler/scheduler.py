@@ -26,17 +26,28 @@ class Scheduler:
     A step is ``schedule`` -> run the batch -> ``computed`` for each item -> ``append_token`` where one was sampled. The
     next step may be scheduled before the last two calls: its batch then starts from tokens not known to the host yet.
     With a ``pace`` chunks of prompts beside requests that decode have together no more tokens than it says.
+    ``deterministic``: a prompt is computed block by block, whatever runs beside it, and what a request generated one by
+    one, when it is computed again, too.
     """
 
-    def __init__(self, space: KVSpace, *, max_num_seqs: int, max_num_batched_tokens: int, pace: Pace | None = None):
+    def __init__(
+        self,
+        space: KVSpace,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        pace: Pace | None = None,
+        deterministic: bool = False,
+    ):
         self.space = space
+        self.deterministic = deterministic
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.pace = pace
         self.requests: dict[str, Request] = {}
         self.waiting = RequestQueue()
         self.running = RequestQueue()
-        self.pressure = Pressure(space, self.running)
+        self.pressure = Pressure(space, self.running, deterministic=deterministic)
         self.num_preemptions = 0
         self.copy_nbytes: int | None = None  # that may be copied to and from host memory beside a step; None: any
         self._num_steps = 0
@@ -50,6 +61,8 @@ class Scheduler:
     @property
     def min_step_tokens(self) -> int:
         """Tokens that a step computes at least of requests that have as many, while there is room."""
+        if self.deterministic:
+            return 1  # of what was generated
         return self.max_num_batched_tokens if self.pace is None else min(self.max_num_batched_tokens, LEAST_CHUNK)
 
     def add(self, request: Request) -> None:
@@ -96,7 +109,7 @@ class Scheduler:
                 continue
             if is_chunk or start == request.num_reserved_tokens:
                 wanted = self._wanted(request, min(budget, chunk_budget) if is_chunk else budget)
-                num_tokens = self._make_room(request, wanted)
+                num_tokens = self._make_room(request, wanted) if wanted else 0
             if num_tokens:
                 end = start + num_tokens
                 item = ScheduledRequest(request, start, num_tokens, end, end == target)
@@ -149,7 +162,7 @@ class Scheduler:
         """
         self.space = space
         self.waiting, self.running = RequestQueue(), RequestQueue()
-        self.pressure = Pressure(space, self.running)
+        self.pressure = Pressure(space, self.running, deterministic=self.deterministic)
         self._over_quota.clear()
         for request in list(self.requests.values()):
             if request.is_finished:
@@ -202,7 +215,8 @@ class Scheduler:
         """Tokens that the next step may compute of prompts: those of the pace, if a running request decodes."""
         if self.pace is None or not any(request.decodes for request in self.running):
             return self.max_num_batched_tokens
-        return min(self.max_num_batched_tokens, self.pace.chunk_tokens)
+        least = self.space.block_tokens if self.deterministic else 0
+        return min(self.max_num_batched_tokens, max(least, self.pace.chunk_tokens))
 
     def _admit(self, budget: int) -> list[ScheduledRequest]:
         """Lets waiting requests run as far as there is room; returns their work."""
@@ -211,6 +225,8 @@ class Scheduler:
             self.space.begin_admission(self._num_steps)
         for request in list(self.waiting):
             if not budget or len(self.running) == self.max_num_seqs:
+                break
+            if self.deterministic and budget < self.space.block_tokens:
                 break
             # A tenant that waits for its own requests to end holds nobody else up.
             if request.params.tenant in self._over_quota or not self.space.within_quota(request):
@@ -260,9 +276,14 @@ class Scheduler:
         """Tokens of ``request`` that a step may compute together, at most ``budget``.
 
         They end where a checkpoint of its states is due. Behind ``num_prefill_tokens`` they end where a block may step
-        down, before the next token would attend to it.
+        down, before the next token would attend to it. If they are to be ``deterministic``, they are the prompt's in
+        one block, or one, or none within the budget.
         """
         computed, end = request.num_computed_tokens, min(request.num_tokens, request.next_checkpoint_at)
+        if self.deterministic:
+            is_prompt = computed < request.num_prompt_tokens
+            end = min(self.space.block_end(computed), request.num_prompt_tokens) if is_prompt else computed + 1
+            return end - computed if end - computed <= budget else 0
         if request.params.num_prefill_tokens is not None:
             is_prefill = computed < request.num_prefill_tokens
             end = min(end, request.num_prefill_tokens if is_prefill else self.space.next_aging(request))
@@ -279,7 +300,7 @@ class Scheduler:
             self._preempt(victim)
             if victim is request:
                 return 0
-        return 1
+        return wanted if self.deterministic else 1  # which lie in one block
 
     def _preempt(self, request: Request) -> None:
         free, computed = self.space.free_blocks(), request.num_computed_tokens

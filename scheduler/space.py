@@ -183,6 +183,10 @@ class KVSpace(Protocol):
         """The requests of ``running`` that have a block of ``unsettled`` beyond the recent window."""
         ...
 
+    def block_end(self, num_computed: int) -> int:
+        """Tokens up to the end of the block, or the sink, in which token ``num_computed`` lies."""
+        ...
+
     def next_aging(self, request: Request) -> int:
         """Computed tokens, more than now, at which another block of ``request`` is old enough to step down, if any."""
         ...

@@ -31,6 +31,7 @@ ROOMS: tuple[str, ...] = (
     "kv_store",
     "scheduler",
     "device",
+    "determinism",
     "loading",
     "parallel",
     "started",

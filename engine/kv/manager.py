@@ -25,7 +25,10 @@ class KVManager:
         quota: float | None = None,
         *,
         open_end_blocks: int = OPEN_END_BLOCKS,
+        deterministic: bool = False,
     ):
+        """``deterministic``: requests share a prefix as they would have computed it, and nothing that was generated."""
+        self._is_exact = deterministic
         self.tables, self.quota = tables, quota
         self.spec = tables.spec
         self._blocks = tables.main if len(tables.groups) == 1 else tables  # asked often: a lone group answers itself
@@ -141,8 +144,11 @@ class KVManager:
     def open(self, request: Request) -> int:
         floor, hit, prefix = request.floor, Hit(), self._prefix_of(request)
         if prefix is not None and self._may_share(request):
-            # At least one token is computed, for its logits.
-            hit = prefix.lookup(request.token_ids, request.params.cache_salt, floor, request.num_tokens - 1)
+            limit = request.num_tokens - 1  # at least one token is computed, for its logits
+            if self._is_exact:
+                limit = min(limit, request.num_prompt_tokens)
+            salt = request.params.cache_salt
+            hit = prefix.lookup(request.token_ids, salt, floor, limit, is_exact=self._is_exact)
         request.found_tokens = hit.by_rung(self.spec.main, self.tables.main.index)
         self.demand.add(request)
         self.tables.open(
@@ -214,6 +220,11 @@ class KVManager:
 
     def computed(self, request: Request, num_tokens: int) -> None:
         prefix = self._prefix_of(request)
+        if prefix is not None and self._is_exact and num_tokens >= request.num_prompt_tokens:
+            num_tokens = request.num_prompt_tokens
+            prefix.publish(request.request_id, request.token_ids, request.params.cache_salt, num_tokens)
+            request.next_cacheable_at = sys.maxsize
+            return
         if prefix is not None:
             prefix.publish(request.request_id, request.token_ids, request.params.cache_salt, num_tokens)
         request.next_cacheable_at = sys.maxsize if prefix is None else prefix.next_end(num_tokens)
@@ -283,6 +294,12 @@ class KVManager:
     def _has_aged(self, request: Request) -> bool:
         demotable_at = self._demotable_at[request] = self._blocks.next_demotable_at(request.request_id)
         return request.num_computed_tokens >= demotable_at
+
+    def block_end(self, num_computed: int) -> int:
+        group = self.spec.main
+        if num_computed < group.sink:
+            return group.sink
+        return group.tokens_in(group.in_blocks(num_computed) // group.block_tokens + 1)
 
     def next_aging(self, request: Request) -> int:
         groups = (group for group in self.spec.groups if group.floors[request.floor])

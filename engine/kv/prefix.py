@@ -96,17 +96,19 @@ class PrefixCache:
 
     # ---- finding
 
-    def lookup(self, tokens: list[int], salt: str, floor: int, limit: int) -> Hit:
+    def lookup(self, tokens: list[int], salt: str, floor: int, limit: int, *, is_exact: bool = False) -> Hit:
         """The longest cached prefix of ``tokens`` within its first ``limit`` that all groups can serve.
 
         Blocks that are counted as dense for a request of ``tokens`` must still be dense. With states a checkpoint must
-        stand behind it, too.
+        stand behind it, too. One that ``is_exact`` stands on the rungs on which the request's own blocks would, and
+        stays there whatever other requests do.
         """
         self.num_queried_tokens += limit
         if self.checkpoints.is_needed:
             return self._lookup_with_states(tokens, salt, floor, limit)
         pieces = (self.cached(key, piece) for key, _, piece in self.pieces(tokens, salt, limit))
-        return self._take(self.longest(pieces, len(tokens), floor))
+        found = self.longest(pieces, len(tokens), floor)
+        return self._take(found[: self._num_exact(found, floor)] if is_exact else found)
 
     def _lookup_with_states(self, tokens: list[int], salt: str, floor: int, limit: int) -> Hit:
         pieces = [(key, self.cached(key, piece)) for key, _, piece in self.pieces(tokens, salt, limit)]
@@ -187,6 +189,37 @@ class PrefixCache:
             has_sink = not group.sees_sink(end) or found[0][index] is not None
             served.append(has_sink and missing <= sink + first and narrow <= sink + max(first, aged))
         return served
+
+    def _num_exact(self, found: Sequence[Sequence[Block | None]], floor: int) -> int:
+        """The most of the pieces that are in each group as a request would have them that computed these alone.
+
+        Those behind its recent window on its floor, where they stay; the others dense, and held by nobody for whom they
+        step down at another time.
+        """
+        served = [self._are_exact(index, found, floor) for index in range(len(self._tables.groups))]
+        return next(number for number in range(len(found), -1, -1) if all(each[number] for each in served))
+
+    def _are_exact(self, index: int, found: Sequence[Sequence[Block | None]], floor: int) -> list[bool]:
+        """``_num_exact`` for one group: for each number of pieces from 0, whether it is right."""
+        group = self._tables.spec.groups[index]
+        slots, narrowest = group.num_token_slots, group.floors[floor]
+        num_settled, num_dense, right = [0], [0], [True]  # pieces up to each that are right in either place
+        for number, blocks in enumerate(found, 1):
+            block = blocks[index]
+            is_settled = is_dense = block is None or block.rung < 0  # out of sight, or a sink
+            if block is not None and block.rung >= 0:
+                is_settled = block.rung == narrowest and all(holder == narrowest for holder in block.holders)
+                is_dense = block.rung == 0 and (is_settled or not block.holders)
+            num_settled.append(num_settled[-1] + is_settled)
+            num_dense.append(num_dense[-1] + is_dense)
+            end = self._piece(number - 1).stop
+            first = min(number, slots + group.num_passed(end))
+            aged = max(first, min(number, slots + group.newest(end) // group.block_tokens))
+            right.append(
+                num_settled[aged] - num_settled[first] == aged - first
+                and num_dense[number] - num_dense[aged] == number - aged
+            )
+        return right
 
     def _take(self, found: Sequence[Sequence[Block | None]]) -> Hit:
         """The hit of these pieces."""

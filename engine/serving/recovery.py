@@ -90,15 +90,17 @@ class Recovery:
     def run_again(self, batch: ScheduledBatch, error: Exception) -> list[StepResult]:
         """Runs a batch that raised again in halves, until the request at fault stands alone, and fails.
 
-        A chunk of a prompt for which there was no memory is halved, too. Raises ``error`` if it ends the engine, or if
-        states may have been written already that tokens before the batch had left: everything starts over.
+        A chunk of a prompt for which there was no memory is halved, too, but in a deterministic engine. Raises
+        ``error`` if it ends the engine, or if states may have been written already that tokens before the batch had
+        left: everything starts over.
         """
         is_repeatable = not self._registry.space.spec.has_states or not any(item.start for item in batch.items)
         if isinstance(error, EngineDeadError) or not is_repeatable:
             raise error
         if len(batch.live()) < len(batch):
             return self._run(batch)  # a request that has ended meanwhile may have been at fault
-        if len(batch) > 1 or (is_out_of_memory(error) and batch.num_tokens > 1):
+        may_halve = is_out_of_memory(error) and batch.num_tokens > 1 and not self._scheduler.deterministic
+        if len(batch) > 1 or may_halve:
             first, second = batch.halves()
             return self._run(first) + self._run(second)
         self._runner.check_device()

@@ -2,6 +2,7 @@
 
 ``pack_weight`` is called once per layer after loading; ``linear`` then picks the back end by the weight's
 type, so that a packed weight and a plain one are used in the same way. On a GPU few rows have kernels of their own.
+``pack_steadily`` takes its place in a deterministic engine: rows then have the same bits whatever is beside them.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..swiglu import swiglu
-from . import codes_reference, cpu
+from . import codes_reference, cpu, steady
 from .codes import Float8Weight, IntegerWeight
 from .cpu import PackedWeight
 from .packed import PackedCodes, pack, unpack
+from .padding import padded_rows
+from .steady import SteadyWeight, by_rows, pack_steadily
 
-Weight = Tensor | PackedWeight | IntegerWeight | Float8Weight | PackedCodes  # what a linear layer may hold
+# What a linear layer may hold.
+Weight = Tensor | PackedWeight | IntegerWeight | Float8Weight | PackedCodes | SteadyWeight
 
 
 def pack_weight(weight: Weight) -> Weight:
@@ -31,7 +35,7 @@ def pack_weight(weight: Weight) -> Weight:
 
 def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
     """The plain matrix ``[O, I]`` of a weight in any layout but the CPU's, which cannot be undone."""
-    assert not isinstance(weight, PackedWeight)
+    assert not isinstance(weight, PackedWeight | SteadyWeight)
     if isinstance(weight, PackedCodes):
         weight = unpack(weight)
     return (weight if isinstance(weight, Tensor) else codes_reference.dequantize(weight)).to(dtype)
@@ -45,6 +49,8 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """
     if isinstance(weight, PackedWeight):
         return cpu.linear(x, weight, bias)
+    if isinstance(weight, SteadyWeight):
+        return steady.linear(x, weight, bias)
     if not isinstance(weight, Tensor):
         return _linear_codes(x, weight, bias, gated=False)
     if x.is_cuda:
@@ -62,6 +68,8 @@ def linear_swiglu(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tens
     """
     if isinstance(weight, PackedCodes):
         return _linear_codes(x, weight, bias, gated=True)
+    if isinstance(weight, SteadyWeight):
+        return steady.linear_swiglu(x, weight, bias)
     if x.is_cuda and isinstance(weight, Tensor):
         from .triton import can_stream, linear_few_rows
 
@@ -82,22 +90,9 @@ def _linear_codes(x: Tensor, weight: Weight, bias: Tensor | None, *, gated: bool
     return swiglu(out) if gated else out
 
 
-def padded_rows(num_rows: int, device: torch.device) -> int:
-    """Rows to compute for ``num_rows``: one of few sizes on the CPU, elsewhere ``num_rows``.
-
-    oneDNN compiles a kernel for every new number of rows and keeps a thousand of them: batches of every size would cost
-    2 ms and half a megabyte a matrix shape each, gigabytes in the end. Two sizes an octave up to 256 rows, where an
-    extra row costs little, then multiples of 64 and 128.
-    """
-    if device.type != "cpu":
-        return num_rows
-    octave = 1 << (num_rows - 1).bit_length()
-    step = min(max(1, octave // 4), 64 if num_rows <= 512 else 128)
-    return -(-num_rows // step) * step
-
-
 def weight_nbytes(weight: Weight) -> int:
     """Bytes of a weight's tensors."""
+    weight = weight.weight if isinstance(weight, SteadyWeight) else weight
     parts = (weight,) if isinstance(weight, Tensor) else weight
     return sum(part.nbytes for part in parts if isinstance(part, Tensor))
 
@@ -107,10 +102,13 @@ __all__ = [
     "IntegerWeight",
     "PackedCodes",
     "PackedWeight",
+    "SteadyWeight",
     "Weight",
+    "by_rows",
     "dequantize",
     "linear",
     "linear_swiglu",
+    "pack_steadily",
     "pack_weight",
     "padded_rows",
     "weight_nbytes",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 # Rows that the layout is tuned for. They decide the blocking only; every number of rows is correct.
 _TUNED_ROWS = 256
-_SMALL_NBYTES = 2 * 2**20  # of a matrix kept twice; of larger ones oneDNN reads at nine tenths of torch's speed
+SMALL_NBYTES = 2 * 2**20  # of a matrix kept twice; of larger ones oneDNN reads at nine tenths of torch's speed
 
 
 class PackedWeight(NamedTuple):
@@ -36,8 +36,14 @@ def can_pack(weight: Tensor) -> bool:
 def pack_weight(weight: Tensor) -> PackedWeight:
     """Weight ``[O, I]`` packed; the caller drops the original, which lives on where it is ``plain``."""
     weight = weight.detach().contiguous()
-    is_kept = weight.dtype is torch.float32 and weight.nbytes <= _SMALL_NBYTES and _FEW_ROWS > 0
-    return PackedWeight(_reorder(weight, _TUNED_ROWS), weight if is_kept else None)
+    is_kept = weight.dtype is torch.float32 and weight.nbytes <= SMALL_NBYTES and _FEW_ROWS > 0
+    return PackedWeight(reorder(weight), weight if is_kept else None)
+
+
+def reorder(weight: Tensor) -> Tensor:
+    """Weight ``[O, I]`` in oneDNN's layout."""
+    out: Tensor = _reorder(weight.detach().contiguous(), _TUNED_ROWS)
+    return out
 
 
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:

@@ -12,14 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
-from typing import NamedTuple
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
-from ..attention_parts import join_null_logits, merge_parts, partial_attention
+from ..attention_parts import join_null_logits, merge_parts, merge_steadily, partial_attention
 from ..block_attention import block_attention
 from ..request_pages import LayerPages, RequestPages
+from .rows import RequestRow, SealedBlock, SlotColumn
 
 SCRATCH_NBYTES = 2**20  # of K and V copied for one call: more leave the cache, fewer make more calls
 FEW_BLOCKS = 8  # up to so many full and open blocks share one call, which costs as much as a block or two
@@ -29,42 +30,6 @@ Lengths = Sequence[int] | Mapping[int, int]  # tokens written to a request's ope
 Part = tuple[Tensor, Tensor]  # outputs [n, H, G, D] and log-sum-exps [n, H, G]
 
 
-class RequestRow(NamedTuple):
-    """Dense slots of one request that are attended side by side.
-
-    ``num_sink``: tokens of the first slot if it is a sink, else 0; ``num_valid``: those of the last slot if it may be
-    partly written, else ``None``; ``num_hidden``: the first tokens of the first slot that lie before a window.
-    """
-
-    request: int
-    slots: list[int]
-    num_sink: int
-    num_valid: int | None
-    num_hidden: int
-
-
-class SealedBlock(NamedTuple):
-    """A sealed block of a request, by its byte address; its first ``num_hidden`` tokens lie before a window."""
-
-    address: int
-    request: int
-    num_hidden: int
-
-
-class SlotColumn(NamedTuple):
-    """A slot of each row of a group, cut to its first ``num_tokens`` tokens."""
-
-    is_sink: bool
-    slots: slice | Tensor
-    num_tokens: int
-
-    def pages(self, pages: LayerPages) -> Tensor:
-        """All slots of the kind, [S, 2, H, num_tokens, D]."""
-        kv = pages.sinks if self.is_sink else pages.blocks
-        assert kv is not None
-        return kv[:, :, :, : self.num_tokens]
-
-
 @dataclass(frozen=True)
 class DenseGroup:
     """Dense slots attended together, ``num_rows`` rows of ``columns``.
@@ -72,7 +37,7 @@ class DenseGroup:
     A lone column whose ``slots`` are a slice is read in place. ``queries`` names each row's request, ``None`` where
     every request has one row, in order, or the only request has them all; ``mask`` hides the unwritten tokens of the
     last column, and those of the first before a window; ``opened`` has place and request of the rows whose last slot
-    may be partly written.
+    may be partly written. ``is_steady``: whole slots are attended, with a mask, however few of their tokens are valid.
     """
 
     columns: tuple[SlotColumn, ...]
@@ -80,6 +45,7 @@ class DenseGroup:
     queries: Tensor | None
     opened: tuple[tuple[int, int], ...]
     all_open: bool
+    is_steady: bool
     mask: Tensor | None = None
 
     def with_lengths(self, lengths: Lengths) -> DenseGroup:
@@ -88,10 +54,10 @@ class DenseGroup:
             return self
         valid = {place: lengths[request] for place, request in self.opened}
         *before, last = self.columns
-        if self.all_open:
+        if self.all_open and not self.is_steady:
             last = last._replace(num_tokens=max(valid.values()))
         num_before = sum(column.num_tokens for column in before)
-        mask = _mask(valid, num_before, last.num_tokens, self.num_rows)
+        mask = _mask(valid, num_before, last.num_tokens, self.num_rows, always=self.is_steady)
         return replace(self, columns=(*before, last), mask=mask)
 
     def hiding(self, num_hidden: Sequence[int]) -> DenseGroup:
@@ -168,17 +134,30 @@ class DecodePlan:
 
     ``order`` [P, B] gathers the groups' outputs, one group after the other, into each request's ``num_parts`` parts; a
     request with fewer repeats its first one, and ``missing`` [P, B] marks the repeats. ``None``: in order already.
+    ``is_steady``: a request's output has the same bits whatever requests are beside it, and wherever its blocks lie.
     """
 
     groups: tuple[DenseGroup | SealedGroup, ...]
     num_parts: int
     order: Tensor | None
     missing: Tensor | None
+    is_steady: bool
 
     @classmethod
-    def build(cls, requests: list[RequestPages], block_tokens: int, window: int | None = None) -> DecodePlan:
-        """A plan for the last token of each request, which sees ``window`` tokens of the request's pages."""
-        builder = _Builder(len(requests), block_tokens, window)
+    def build(
+        cls,
+        requests: list[RequestPages],
+        block_tokens: int,
+        window: int | None = None,
+        *,
+        sink_tokens: int = 0,
+        is_steady: bool = False,
+    ) -> DecodePlan:
+        """A plan for the last token of each request, which sees ``window`` tokens of the request's pages.
+
+        One that ``is_steady`` needs the number of ``sink_tokens`` of a slot of theirs.
+        """
+        builder = _Builder(len(requests), block_tokens, window, sink_tokens, is_steady)
         for rung in sorted({rung for r in requests for rung in r.sealed}):
             blocks = [builder.sealed_blocks(b, r, rung) for b, r in enumerate(requests)]
             builder.add_sealed(
@@ -188,7 +167,7 @@ class DecodePlan:
                 if request.bank is not None:
                     builder.add_sealed(rung, mine, request.bank)
         builder.add_dense(requests)
-        return cls(tuple(builder.groups), *builder.order())
+        return cls(tuple(builder.groups), *builder.order(), is_steady)
 
     def with_lengths(self, lengths: Lengths) -> DecodePlan:
         """The plan of a later step in which nothing has changed but the tokens written to each open block.
@@ -201,16 +180,18 @@ class DecodePlan:
 class _Builder:
     """Collects groups and the places of each request's parts in their outputs."""
 
-    def __init__(self, num_requests: int, block_tokens: int, window: int | None):
+    def __init__(self, num_requests: int, block_tokens: int, window: int | None, sink_tokens: int, is_steady: bool):
         self.block_tokens, self.window = block_tokens, window
+        self.sink_tokens, self.is_steady = sink_tokens, is_steady
         self.groups: list[DenseGroup | SealedGroup] = []
         self._num_outputs = 0
-        self._parts: list[list[int]] = [[] for _ in range(num_requests)]
+        self._parts: list[list[tuple[int, int]]] = [[] for _ in range(num_requests)]  # places and outputs
 
     def add_dense(self, requests: list[RequestPages]) -> None:
         """Adds sinks, full and open blocks: a sink beside the open block, in a short lone request beside all blocks."""
         num_blocks = sum(len(r.full) + bool(r.open) for r in requests)
-        is_short = len(requests) == 1 and num_blocks <= JOINED_BLOCKS
+        is_short = len(requests) == 1 and num_blocks <= JOINED_BLOCKS and not self.is_steady
+        is_few = num_blocks <= FEW_BLOCKS and not self.is_steady
         alike = defaultdict[tuple[bool, int, bool, bool], list[RequestRow]](list)
         for b, r in enumerate(requests):
             slots, num_sink, num_valid, first = [], 0, None, 0
@@ -230,11 +211,11 @@ class _Builder:
                 slot, num_valid = r.open
                 slots.append(slot)
             if slots:
-                row = RequestRow(b, slots, num_sink, num_valid, self._num_hidden(r, first))
+                row = RequestRow(b, slots, num_sink, num_valid, self._num_hidden(r, first), self._place(first))
                 alike[bool(r.sink), len(slots), bool(r.open), row.num_hidden > 0].append(row)
             for slot, first in () if is_short else zip(r.full, self._positions(r, 0), strict=True):
-                row = RequestRow(b, [slot], 0, None, self._num_hidden(r, first))
-                alike[False, 1, num_blocks <= FEW_BLOCKS, row.num_hidden > 0].append(row)
+                row = RequestRow(b, [slot], 0, None, self._num_hidden(r, first), self._place(first))
+                alike[False, 1, is_few, row.num_hidden > 0].append(row)
         for rows in alike.values():
             self._add_rows(rows)
 
@@ -246,6 +227,8 @@ class _Builder:
             run = _even_run([row.slots[0] for row in in_order])
             rows = rows if run is None else in_order
         num_sink = max(row.num_sink for row in rows)
+        if num_sink and self.is_steady:
+            num_sink = self.sink_tokens
         columns = list[SlotColumn]()
         for slots in zip(*(row.slots for row in rows), strict=True):
             is_sink = num_sink > 0 and not columns
@@ -253,19 +236,22 @@ class _Builder:
             columns.append(SlotColumn(is_sink, where, num_sink if is_sink else self.block_tokens))
         opened = tuple((place, row.request) for place, row in enumerate(rows) if row.num_valid is not None)
         queries = self._queries([row.request for row in rows])
-        group = DenseGroup(tuple(columns), len(rows), queries, opened, len(opened) == len(rows))
+        group = DenseGroup(tuple(columns), len(rows), queries, opened, len(opened) == len(rows), self.is_steady)
         valid = {row.request: row.num_valid for row in rows if row.num_valid is not None}
         group = group.with_lengths(valid).hiding([row.num_hidden for row in rows])
         # A plan with new lengths has the same sinks.
         self.groups.append(replace(group, opened=()) if columns[-1].is_sink else group)
         for row in rows:
-            self._parts[row.request].append(self._num_outputs)
+            self._parts[row.request].append((row.place, self._num_outputs))
             self._num_outputs += 1
 
     def sealed_blocks(self, index: int, request: RequestPages, rung: int) -> list[SealedBlock]:
         """Blocks of a request on a rung."""
         found = zip(request.sealed.get(rung, ()), self._positions(request, rung), strict=True)
-        return [SealedBlock(address, index, self._num_hidden(request, first)) for address, first in found]
+        return [
+            SealedBlock(address, index, self._num_hidden(request, first), self._place(first))
+            for address, first in found
+        ]
 
     def add_sealed(self, rung: int, blocks: list[SealedBlock], bank: int | None = None) -> None:
         """Adds sealed blocks; with a ``bank`` they are all of its request."""
@@ -274,7 +260,7 @@ class _Builder:
 
     def _add_sealed(self, rung: int, blocks: list[SealedBlock], bank: int | None) -> None:
         for i, block in enumerate(blocks):
-            self._parts[block.request].append(self._num_outputs + i)
+            self._parts[block.request].append((block.place, self._num_outputs + i))
         addresses = [block.address for block in blocks]
         where = _even_run(addresses)
         owner = [block.request for block in blocks]
@@ -288,7 +274,8 @@ class _Builder:
     def order(self) -> tuple[int, Tensor | None, Tensor | None]:
         """``DecodePlan.num_parts``, ``order`` and ``missing``."""
         most = max(len(mine) for mine in self._parts)
-        rows = list(zip(*(mine + mine[:1] * (most - len(mine)) for mine in self._parts), strict=True))
+        in_order = [[output for _, output in sorted(mine, key=itemgetter(0))] for mine in self._parts]
+        rows = list(zip(*(mine + mine[:1] * (most - len(mine)) for mine in in_order), strict=True))
         if [part for row in rows for part in row] == list(range(self._num_outputs)):
             return most, None, None
         missing = None
@@ -296,13 +283,17 @@ class _Builder:
             missing = torch.tensor([[i >= len(mine) for mine in self._parts] for i in range(most)])
         return most, torch.tensor(rows), missing
 
+    def _place(self, first: int) -> int:
+        """The place of a part that begins with token ``first``: by position, or as it comes."""
+        return first if self.is_steady else 0
+
     def _num_hidden(self, request: RequestPages, first: int) -> int:
         """Tokens before the window of the block whose first token is at position ``first``."""
         return 0 if self.window is None else max(0, request.length - self.window - first)
 
     def _positions(self, request: RequestPages, rung: int) -> list[int]:
-        """The first token of each full block of a rung; without a window no matter which."""
-        if self.window is not None:
+        """The first token of each full block of a rung; no matter which without a window, unless parts are ordered."""
+        if self.window is not None or self.is_steady:
             return request.positions.get(rung, [])
         return [0] * len(request.sealed.get(rung, ()) if rung else request.full)
 
@@ -319,12 +310,12 @@ def _even_run(numbers: list[int]) -> range | None:
     return range(numbers[0], numbers[-1] + 1, step) if not steps and step > 0 else None
 
 
-def _mask(valid: Mapping[int, int], num_before: int, num_last: int, num_rows: int) -> Tensor | None:
+def _mask(valid: Mapping[int, int], num_before: int, num_last: int, num_rows: int, *, always: bool) -> Tensor | None:
     """0 or -inf for each token [n, 1, 1, num_before + num_last], by the ``valid`` ones of the last slot of some rows.
 
-    ``None`` if all are valid.
+    ``None`` if all are valid, unless there is ``always`` to be one.
     """
-    if min(valid.values()) == num_last:
+    if min(valid.values()) == num_last and not always:
         return None
     lengths = torch.tensor([num_before + valid.get(place, num_last) for place in range(num_rows)])
     num_tokens = num_before + num_last
@@ -352,19 +343,24 @@ def paged_decode(
     Equal to ``paged_decode_reference`` up to rounding; dense blocks compute in their own dtype with float32 sums.
     """
     grouped = q.view(q.shape[0], pages.blocks.shape[2], -1, q.shape[-1])
+    heads = grouped.shape[2]
+    if plan.is_steady and heads == 1:  # products of one row are rounded as its bytes happen to be aligned
+        grouped = grouped.repeat(1, 1, 2, 1)
     parts = [part for group in plan.groups for part in group.attend(grouped, pages, scale, softcap)]
     out, lse = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+    out, lse = out[:, :, :heads], lse[:, :, :heads]
     if plan.num_parts > 1:
         out, lse = _arrange(out, plan), _arrange(lse, plan)
         if plan.missing is not None:
             lse = lse.masked_fill(plan.missing[..., None, None], float("-inf"))
-        out = merge_parts(out, lse)
+        if plan.is_steady:
+            out, lse = merge_steadily(out, lse)
+        else:
+            out, lse = merge_parts(out, lse), lse.logsumexp(0)
     elif plan.order is not None:
-        out, lse = out[plan.order[0]], lse[plan.order]
-    else:
-        lse = lse[None]
+        out, lse = out[plan.order[0]], lse[plan.order[0]]
     if null_logits is not None:
-        out = join_null_logits(out, lse.logsumexp(0), null_logits.view(lse.shape[2:]))
+        out = join_null_logits(out, lse, null_logits.view(lse.shape[1:]))
     return out.reshape(q.shape).to(q.dtype)
 
 

@@ -15,17 +15,23 @@ START = 1.5  # a program's start: item, address and page are loads that wait for
 LEAST_SHARE = 0.8  # a last round of programs below 80 % occupancy is charged as 80 % of a full one
 MERGE = 0.1  # for each part of a request
 
+STEADY_BLOCKS = (
+    8  # of an item where its size must not depend on the batch: between those that suit few and many requests
+)
+
 
 class Bounds(NamedTuple):
     """The launch shape of decode attention: upper bounds of the numbers of work items.
 
     ``first``: of items on the first rung;  ``others``: of items on all other rungs together, 0 if no block stands
-    there;  ``is_short``: items on the first rung are short, such as sinks and open blocks beside sealed ones.
+    there;  ``is_short``: items on the first rung are short, such as sinks and open blocks beside sealed ones;
+    ``is_steady``: parts are merged in one way, however many there are.
     """
 
     first: int
     others: int
     is_short: bool = False
+    is_steady: bool = False
 
     @property
     def num_items(self) -> int:

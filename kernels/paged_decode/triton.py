@@ -44,6 +44,8 @@ WIDE_TUNING = Tuning(num_warps=8, num_stages=3, tile=16)  # of more than 256 cha
 
 SHORT_STAGES = 2  # for short items: more programs on a multiprocessor gain more than deeper prefetch
 
+STEADY_MERGE = 8, 1, 1  # as ``_merge_tile`` gives, for any number of parts
+
 FEW_PROGRAMS = 128  # fewer leave most multiprocessors free: kernels that divide L1 differently do not share one
 
 
@@ -107,7 +109,7 @@ def paged_decode(
             **FUSED,
         )
         options = chained
-    block_p, block_h, num_warps = _merge_tile(num_parts, batch)
+    block_p, block_h, num_warps = STEADY_MERGE if work.bounds.is_steady else _merge_tile(num_parts, batch)
     merge_kernel[(batch, triton.cdiv(num_heads, block_h))](
         o,
         lse,
@@ -134,7 +136,8 @@ def kernel_names(bounds: Bounds, batch: int) -> list[Hashable]:
     Launches of one name differ in their grids and tensors alone, so that they share a compiled kernel.
     """
     order = (bounds.others > 0) + (bounds.others > bounds.first)  # all but the first are launched with other options
-    return [("attention", bounds.is_short, order), ("merge", *_merge_tile(bounds.num_items, batch))]
+    merge = STEADY_MERGE if bounds.is_steady else _merge_tile(bounds.num_items, batch)
+    return [("attention", bounds.is_short, order), ("merge", *merge)]
 
 
 def bank_arguments(page: PageLayout, banks: Tensor | None) -> dict[str, Any]:

@@ -24,6 +24,7 @@ class PrefillWork:
              blocks: for each rung, the entries [M] int32 of addresses that any tile sees, ascending;
              banks [C] int64, the addresses of the chunks' banks, ``None`` without patterns;
              positions [C * P] int32, the first token of each block, ``None`` without a window
+             chunk_blocks: for each rung, how many entries of ``blocks`` each chunk has, on the host
     ``rungs`` lists the rungs that any tile sees; rung 0 has the chunks themselves. A run's position counts its blocks
     as if they followed one another up to the first one that ends behind the tile's first query. With a ``window`` a run
     begins with the first block that a query of the tile sees.
@@ -40,6 +41,7 @@ class PrefillWork:
     banks: Tensor | None = None
     window: int | None = None
     positions: Tensor | None = None
+    chunk_blocks: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def build(
@@ -85,6 +87,7 @@ class PrefillWork:
             runs.append(torch.stack((start, sinks, others, tail - (mine & full).sum(1) * block_tokens), 1))
         used = torch.where(positions < (starts + counts)[:, None], keys, num_rungs).flatten()
         blocks = tuple(torch.nonzero(used == rung).flatten().int() for rung in range(num_rungs))
+        in_chunks = [torch.bincount(some // width, minlength=len(starts)).tolist() for some in blocks]
         return cls(
             addresses.gather(1, order).flatten(),
             torch.stack((row, tokens, first), 1).int(),
@@ -97,6 +100,7 @@ class PrefillWork:
             banks,
             window,
             None if window is None else positions.flatten().int(),
+            tuple(map(tuple, in_chunks)),
         )
 
     def to(self, device: torch.device) -> PrefillWork:

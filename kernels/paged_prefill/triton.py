@@ -7,7 +7,7 @@ of them at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -136,7 +136,11 @@ def _dense_dtype(side: Side) -> torch.dtype:
 
 
 def _pieces(arena: Tensor, work: PrefillWork, rung: int, page: PageLayout | None) -> list[Launch]:
-    """Launches over a staged rung, which share one piece of memory."""
+    """Launches over a staged rung, which share one piece of memory.
+
+    A chunk's blocks are divided by themselves: the softmax of a row is passed on at the same blocks whatever chunks are
+    beside its own.
+    """
     assert page is not None
     num_blocks = len(work.blocks[rung])
     dtype = loaded_dtype(page)
@@ -145,8 +149,22 @@ def _pieces(arena: Tensor, work: PrefillWork, rung: int, page: PageLayout | None
     memory = torch.empty(step * staged.nbytes, dtype=torch.uint8, device=arena.device)
     addresses = torch.empty_like(work.addresses)
     dense = staged.pages[0]
-    starts = range(0, num_blocks, step)
-    return [Launch(rung, dense, memory, addresses, (i, min(i + step, num_blocks))) for i in starts]
+    return [Launch(rung, dense, memory, addresses, piece) for piece in pieces_of(work.chunk_blocks[rung], step)]
+
+
+def pieces_of(numbers: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Chunks of ``numbers`` of blocks in pieces from and to a block: whole ones, and of one with more ``most`` each."""
+    start = end = 0
+    for number in numbers:
+        if end > start and end + number - start > most:
+            yield start, end
+            start = end
+        end += number
+        while end - start > most:
+            yield start, start + most
+            start += most
+    if end > start:
+        yield start, end
 
 
 def _stage(arena: Tensor, work: PrefillWork, page: PageLayout | None, launch: Launch) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qkv_engine import ConfigError, Engine, SamplingParams, startup
+from qkv_engine import ConfigError, Engine, SamplingParams, loading
 from qkv_engine.device.cpu import openmp, threads
 from qkv_engine.device.cpu.openmp import use_threads
 from qkv_engine.device.cpu.thread_choice import FIRST_SECONDS, MOST_SECONDS, ThreadChoice
@@ -112,15 +112,23 @@ def test_packed_weights_count(weights: str | None, tmp_path: Path, monkeypatch: 
     """All of the model's, of which packing leaves embeddings and norms as parameters. The demo model stays small."""
     counted: list[int] = []
 
-    def choose(given: int | None, nbytes: int) -> ThreadChoice:
+    def choose(given: int | None, nbytes: int, *, is_fixed: bool) -> ThreadChoice:
         counted.append(nbytes)
-        return choose_threads(given, nbytes)
+        return choose_threads(given, nbytes, is_fixed=is_fixed)
 
-    monkeypatch.setattr(startup, "choose_threads", choose)
+    monkeypatch.setattr(loading, "choose_threads", choose)
     folder = write_tiny(tmp_path / "model")
     Engine(folder, weights=weights, kv="bf16", kv_memory="1MiB", device="cpu", max_num_seqs=4).close()
     assert counted == [4 * num_parameters(read_config(folder))]
     assert weights_nbytes(read_config(demo_folder()), torch.float32) < SMALL_MODEL_NBYTES
+
+
+def test_no_time_decides_where_results_must_not_differ(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(threads, "short_step_seconds", lambda number: pytest.fail("measured"))
+    most = torch.get_num_threads()
+    for given, nbytes, number in ((3, 1, 3), (None, 1, 1), (None, SMALL_MODEL_NBYTES + 1, most)):
+        found = choose_threads(given, nbytes, is_fixed=True)
+        assert found.number == number and found.other is None
 
 
 class FakeEngine:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from qkv_engine.kernels.linear import reference
+from qkv_engine.kernels.linear.steady_triton import linear_steady
 from qkv_engine.kernels.linear.triton import MAX_ROWS, SumTuning, TileTuning, linear_few_rows
 from qkv_engine.kernels.swiglu.triton import swiglu_triton
 
@@ -54,6 +55,23 @@ def alone() -> float:
     return float(any(not torch.equal(linear_few_rows(x[:n], weight), together[:n]) for n in (3, 5)))
 
 
+def steady(num_rows: int, size: int, num_out: int, dtype: torch.dtype, bias: bool) -> float:
+    """As ``product``, for any number of rows."""
+    biases = fenced(num_out, dtype=dtype)[0] if bias else None
+    weight, x = fenced(num_out, size, dtype=dtype)[0], fenced(num_rows, size, dtype=dtype)[0]
+    found = linear_steady(x, weight, biases)
+    assert found.shape == (num_rows, num_out) and found.dtype == dtype
+    return error(found, x, weight, biases)
+
+
+def steady_alone(dtype: torch.dtype) -> float:
+    """A row has the same bits whatever rows are beside it, and however many tiles they take."""
+    weight, x = torch.randn(37, 200).to(dtype), torch.randn(131, 200).to(dtype)
+    together = linear_steady(x, weight)
+    pairs = ((first, n) for n in (1, 3, 64, 65) for first in (0, 1, 131 - n))
+    return float(any(not torch.equal(linear_steady(x[i : i + n], weight), together[i : i + n]) for i, n in pairs))
+
+
 def cases() -> dict[str, Callable[[], float]]:
     torch.manual_seed(0)
     found: dict[str, Callable[[], float]] = {"alone": alone}
@@ -65,6 +83,11 @@ def cases() -> dict[str, Callable[[], float]]:
                 found[key] = lambda m=num_rows, i=size, o=num_out, d=dtype, b=bias: product(m, i, o, d, b)
     for num_rows in (1, 2, 7, MAX_ROWS):
         found[f"gated {num_rows}"] = lambda m=num_rows: gated(m, 37)
+    for name, dtype in DTYPES.items():
+        found[f"alone steady {name}"] = lambda d=dtype: steady_alone(d)
+        for num_rows, size, num_out, bias in ((1, 80, 37, True), (65, 63, 9, False), (3, 128, 64, True)):
+            key = f"steady {name} {num_rows} x {size} x {num_out} bias {bias}"
+            found[key] = lambda m=num_rows, i=size, o=num_out, d=dtype, b=bias: steady(m, i, o, d, b)
     for tuning in TUNINGS:
         num_rows = 4 if tuning == "tiles" else 1
         found[tuning] = lambda m=num_rows, t=tuning: product(m, 1416, 35, torch.bfloat16, True, t)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from .interpreted import run_cases
 
 pytest.importorskip("triton")
 
+from qkv_engine.kernels.linear.steady_triton import WIDE_OUT, linear_steady_kernel, steady_variant
 from qkv_engine.kernels.linear.triton import MAX_ROWS, can_stream
+from qkv_engine.kernels.paged_decode.triton import Tuning
 from studies.kernels.compiled import compile_kernel, describe, linear_kernels
 
 
@@ -19,7 +22,7 @@ def test_linear_cases() -> None:
     figures = run_cases(Path(__file__).with_name("linear_cases.py"))
     equal = ("alone", "gated")  # bit for bit
     wrong = {n: e for n, e in figures.items() if not (isinstance(e, float) and e <= (not n.startswith(equal)))}
-    assert len(figures) == 32 and not wrong
+    assert len(figures) == 44 and not wrong
 
 
 def test_other_products_are_torchs() -> None:
@@ -29,6 +32,27 @@ def test_other_products_are_torchs() -> None:
     others = x[:0], many, x[:, :72], x[:, :79].contiguous(), x.float(), x.clone().requires_grad_()
     assert not any(can_stream(other, weight) for other in others)
     assert not can_stream(x, weight.requires_grad_())
+
+
+def test_a_weight_alone_decides_on_the_tile() -> None:
+    """Of a deterministic product: nothing that a kernel is compiled with is the number of rows."""
+    names = inspect.signature(steady_variant).parameters
+    assert list(names) == ["num_out", "size", "itemsize", "tuning"]
+    assert steady_variant(WIDE_OUT, 64, 2)[0]["BLOCK_N"] == 64 and steady_variant(4096, 64, 2)[0]["BLOCK_N"] == 32
+
+
+@pytest.mark.parametrize(
+    "capability", [pytest.param(80, marks=pytest.mark.slow), 90, pytest.param(120, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("num_out", [4096, pytest.param(24576, marks=pytest.mark.slow)])
+def test_steady_products_fit_in_registers_and_shared_memory(num_out: int, capability: int) -> None:
+    constexprs, num_warps = steady_variant(num_out, 4096, 2)
+    constexprs |= {"OVERLAP": capability >= 90, "bias_ptr": None}
+    found = describe(
+        compile_kernel(linear_steady_kernel, constexprs, Tuning(num_warps, constexprs["STAGES"]), capability)
+    )
+    assert found["spilled"] <= 16 and found["shared"] <= 99 << 10
+    assert found["HMMA"] or found.get("HGMMA")
 
 
 @pytest.mark.parametrize("case", linear_kernels(), ids=lambda case: case[0])

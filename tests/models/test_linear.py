@@ -43,7 +43,7 @@ def test_float32_is_packed_here():
 @pytest.mark.parametrize(("few_rows", "nbytes", "is_kept"), [(2, 64, True), (2, 63, False), (0, 64, False)])
 def test_a_small_weight_is_kept_plain_where_few_rows_gain(few_rows, nbytes, is_kept, monkeypatch):
     monkeypatch.setattr(cpu, "_FEW_ROWS", few_rows)
-    monkeypatch.setattr(cpu, "_SMALL_NBYTES", nbytes)
+    monkeypatch.setattr(cpu, "SMALL_NBYTES", nbytes)
     weight = pack_weight(torch.ones(4, 4))
     assert isinstance(weight, cpu.PackedWeight) and (weight.plain is not None) == is_kept
 

@@ -55,11 +55,21 @@ class Extent(NamedTuple):
 class CpuAttentionPlanner:
     """Planner of a step's attention over a backend's block tables, made once for all layers."""
 
-    def __init__(self, memory: Tensor, tables: HostTables, ladder: Ladder, specs: Sequence[AttentionSpec]):
-        """``specs``: what attention computes in each layer."""
+    def __init__(
+        self,
+        memory: Tensor,
+        tables: HostTables,
+        ladder: Ladder,
+        specs: Sequence[AttentionSpec],
+        deterministic: bool = False,
+    ):
+        """``specs``: what attention computes in each layer.
+
+        ``deterministic``: a token's attention has the same bits whatever requests are beside it.
+        """
         self._ladder = ladder
         self._groups = [
-            CpuGroupPlanner(memory, words, group, [specs[layer] for layer in group.layers])
+            CpuGroupPlanner(memory, words, group, [specs[layer] for layer in group.layers], deterministic)
             for words, group in zip(tables.groups, ladder.groups, strict=True)
         ]
 
@@ -76,7 +86,15 @@ class CpuAttentionPlanner:
 class CpuGroupPlanner:
     """Planner of one group, whose layers all have its window."""
 
-    def __init__(self, memory: Tensor, tables: GroupWords, group: LayerGroup, specs: Sequence[AttentionSpec]):
+    def __init__(
+        self,
+        memory: Tensor,
+        tables: GroupWords,
+        group: LayerGroup,
+        specs: Sequence[AttentionSpec],
+        deterministic: bool,
+    ):
+        self._is_steady = deterministic
         self.tables, self.sink, self.window = tables, group.spec.sink, group.visible
         self._specs = specs
         self._num_kv_heads = group.widest.shape.num_kv_heads
@@ -107,15 +125,18 @@ class CpuGroupPlanner:
         if self.window is None:
             return self._plan_all(extents)
         pages = [self._locate(extent, extent.num_tokens - self.window) for extent in extents]
-        return DecodePlan.build(pages, BLOCK_TOKENS, self.window)
+        return self._build(pages)
 
     def _plan_all(self, extents: list[Extent]) -> DecodePlan:
         """The last step's plan with new lengths; a new plan if a request came or went, or a block was filled."""
         if self._decodes is None or not _are_alike(extents, self._decodes[0]):
-            plan = DecodePlan.build([self._locate(extent) for extent in extents], BLOCK_TOKENS)
+            plan = self._build([self._locate(extent) for extent in extents])
             self._decodes = extents, plan
             return plan
         return self._decodes[1].with_lengths([extent.num_open for extent in extents])
+
+    def _build(self, pages: list[RequestPages]) -> DecodePlan:
+        return DecodePlan.build(pages, BLOCK_TOKENS, self.window, sink_tokens=self.sink, is_steady=self._is_steady)
 
     def _extent(self, row: int, length: int) -> Extent:
         num_sink = min(length, self.sink)

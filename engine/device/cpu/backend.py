@@ -28,9 +28,11 @@ class CpuBackend:
         ladder: Ladder,
         dig: Dig | None = None,
         host: HostMemory | None = None,
+        deterministic: bool = False,
     ):
-        """``dig``: of the memory;  ``host``: memory for blocks that leave it."""
-        self.steps, self.mover = CpuSteps(model, memory, layout, ladder), Mover(memory, ladder, None, dig, host)
+        """``dig``: of the memory;  ``host``: memory for blocks that leave it;  ``deterministic``: see ``CpuSteps``."""
+        self.steps = CpuSteps(model, memory, layout, ladder, deterministic)
+        self.mover = Mover(memory, ladder, None, dig, host)
 
     def step(self, command: StepCommand) -> Computed:
         """Computes the KV of the command's tokens and the results that it asks for."""

@@ -20,10 +20,13 @@ from .states import CpuStatePlanner
 class CpuSteps:
     """Carries out commands on a CPU over ``memory``; owns a copy of the block tables and the plan of attention."""
 
-    def __init__(self, model: CausalLM, memory: Tensor, layout: TableLayout, ladder: Ladder):
+    def __init__(
+        self, model: CausalLM, memory: Tensor, layout: TableLayout, ladder: Ladder, deterministic: bool = False
+    ):
+        """``deterministic``: a token has the same bits whatever is beside it, if the model's products give them so."""
         self.model = model
         self._tables = HostTables(layout)
-        self._planner = CpuAttentionPlanner(memory, self._tables, ladder, model.config.attention)
+        self._planner = CpuAttentionPlanner(memory, self._tables, ladder, model.config.attention, deterministic)
         main = self._tables.groups[ladder.groups.index(ladder.main)]
         self._states = CpuStatePlanner(memory, main, ladder) if ladder.states else None
         # The last command's items, and its tokens with padding.

@@ -18,10 +18,11 @@ SMALL_MODEL_THREADS = 4
 _STEP_SIZE = 512  # rows and columns of a small model's matrices
 
 
-def choose_threads(given: int | None, weights_nbytes: int) -> ThreadChoice:
+def choose_threads(given: int | None, weights_nbytes: int, *, is_fixed: bool = False) -> ThreadChoice:
     """The number of threads: ``given``, or torch's own; for a small model a few, or one where one is faster.
 
-    The last choice is for now: the engine's own steps may change it.
+    The last choice is for now: the engine's own steps may change it. Under ``is_fixed`` no time is looked at: a small
+    model has one thread, in every run.
     """
     if given is not None:
         return ThreadChoice(given)
@@ -29,6 +30,8 @@ def choose_threads(given: int | None, weights_nbytes: int) -> ThreadChoice:
     if weights_nbytes > SMALL_MODEL_NBYTES:
         return ThreadChoice(most, reason="PyTorch's number")
     few = min(most, SMALL_MODEL_THREADS)
+    if is_fixed:
+        return ThreadChoice(1, reason="a small model's, whatever is faster")
     if few == 1:
         return ThreadChoice(1, reason="PyTorch's number")
     number, other = (few, 1) if short_step_seconds(few) < short_step_seconds(1) else (1, few)

@@ -14,7 +14,7 @@ from qkv_engine.kernels.formats import PageLayout
 from qkv_engine.kernels.paged_decode.layer import LayerFormats
 from qkv_engine.kernels.paged_decode.plan import ABSENT, DecodeWork
 from qkv_engine.kernels.paged_decode.plan_triton import plan_decode
-from qkv_engine.kernels.paged_decode.split import Bounds
+from qkv_engine.kernels.paged_decode.split import STEADY_BLOCKS, Bounds
 from qkv_engine.kernels.paged_decode.triton import paged_decode
 from qkv_engine.kernels.paged_prefill.plan import PrefillWork
 from qkv_engine.kernels.paged_prefill.triton import paged_prefill, tile_tokens
@@ -38,8 +38,18 @@ NO_ITEMS = Bounds(0, 0)  # of the layers without a window, where there are none
 class GpuAttentionPlanner:
     """Planner of a step's attention from its input on the device. Nothing here waits for the device."""
 
-    def __init__(self, memory: Tensor, tables: DeviceTables, ladder: Ladder, specs: Sequence[AttentionSpec]):
-        """``specs``: what attention computes in each layer, with the heads that are on this device."""
+    def __init__(
+        self,
+        memory: Tensor,
+        tables: DeviceTables,
+        ladder: Ladder,
+        specs: Sequence[AttentionSpec],
+        deterministic: bool = False,
+    ):
+        """``specs``: what attention computes in each layer, with the heads that are on this device.
+
+        ``deterministic``: a token's attention has the same bits whatever requests are beside it.
+        """
         self.memory, self.tables, self._ladder = memory, tables, ladder
         num_multiprocessors = 1
         if memory.is_cuda:
@@ -47,7 +57,9 @@ class GpuAttentionPlanner:
         self.tile_tokens = min(tile_tokens(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in specs)
         parts = zip(tables.groups, tables.block_words, ladder.groups, strict=True)
         self.groups = [
-            GpuGroupPlanner(memory, *part, [specs[layer] for layer in part[-1].layers], num_multiprocessors)
+            GpuGroupPlanner(
+                memory, *part, [specs[layer] for layer in part[-1].layers], num_multiprocessors, deterministic
+            )
             for part in parts
         ]
         main = ladder.groups.index(ladder.main)
@@ -65,7 +77,7 @@ class GpuAttentionPlanner:
         """``LaunchShapes.split`` for the blocks of the last command, those of layers without a window.
 
         The rounding of a request's attention depends on how much its neighbours hold, as that of its matrix products
-        depends on the batch size.
+        depends on the batch size; not in a deterministic engine.
         """
         if self.full_group is None:
             return 1, NO_ITEMS
@@ -124,6 +136,7 @@ class GpuGroupPlanner:
         group: LayerGroup,
         specs: Sequence[AttentionSpec],
         num_multiprocessors: int,
+        deterministic: bool = False,
     ):
         """``words``: those of ``tables`` on the device."""
         self.memory, self.tables, self.words, self.spec, self.specs = memory, tables, words, group.spec, specs
@@ -133,7 +146,8 @@ class GpuGroupPlanner:
         self.layers = [LayerFormats.of(pages, memory.device) for pages in self.pages]
         # Dense pages are rows of one token and head.
         self.kv_rows = memory.view(group.widest.dtype).view(-1, group.widest.shape.head_dim)
-        self.shapes = LaunchShapes(self.num_kv_heads, num_multiprocessors)
+        item_blocks = STEADY_BLOCKS if deterministic else None
+        self.shapes = LaunchShapes(self.num_kv_heads, num_multiprocessors, item_blocks)
 
     def split_window(self, batch: int) -> tuple[int, Bounds]:
         """The most blocks of a work item and the launch shape under the group's window."""

@@ -34,10 +34,11 @@ class GpuBackend:
         cuda_graphs: bool,
         dig: Dig | None = None,
         host: HostMemory | None = None,
+        deterministic: bool = False,
     ):
-        """``dig``: of the memory;  ``host``: memory for blocks that leave it."""
+        """``dig``: of the memory;  ``host``: memory for blocks that leave it;  ``deterministic``: see ``GpuSteps``."""
         self._device = memory.device
-        self.steps = GpuSteps(model, memory, layout, ladder, cuda_graphs)
+        self.steps = GpuSteps(model, memory, layout, ladder, cuda_graphs, deterministic)
         self.mover = Mover(memory, ladder, Graphs(memory.device) if cuda_graphs else None, dig, host)
 
     def step(self, command: StepCommand) -> Computed:

@@ -19,10 +19,15 @@ FEW_REQUESTS = 64  # of a batch; up to here bounds are powers of two items a req
 
 @dataclass(frozen=True)
 class LaunchShapes:
-    """The rule that finds a step's launch shape, for the heads of a model and a device."""
+    """The rule that finds a step's launch shape, for the heads of a model and a device.
+
+    ``item_blocks``: the most blocks of a work item whatever the step, so that a request's attention does not depend on
+    its neighbours; None for those of the shortest launch.
+    """
 
     num_kv_heads: int
     num_multiprocessors: int
+    item_blocks: int | None = None
 
     def split(
         self, counts: Sequence[int], num_decodes: int, batch: int, beside_chunks: bool = False
@@ -33,6 +38,8 @@ class LaunchShapes:
         A step with chunks of prompts is long beside idle programs, so ``beside_chunks`` leaves one shape a batch: items
         are made large enough for it, and the launch for other rungs is there even if no block is.
         """
+        if self.item_blocks is not None:
+            return self._steady_split(counts, num_decodes, batch, self.item_blocks, beside_chunks)
         total = sum(counts)
         size = choose_split(total, num_decodes, self.num_kv_heads, self.num_multiprocessors, 2 * counts[0] > total)
         is_short = counts[0] <= SHORT_ITEM * num_decodes and not beside_chunks
@@ -49,13 +56,27 @@ class LaunchShapes:
         # One bound for both launches stays while blocks step down.
         return size, _long(max(first, others), batch, has_others=bool(others or (beside_chunks and narrow)))
 
+    def _steady_split(
+        self, counts: Sequence[int], num_decodes: int, batch: int, size: int, beside_chunks: bool
+    ) -> tuple[int, Bounds]:
+        """``split`` into items of a given ``size``: bounds have room for all, however many shapes that makes."""
+        first, *narrow = (most_items(count, num_decodes, size) for count in counts)
+        others = sum(narrow)
+        if first <= max(LEAST_ITEMS, SHORT * batch) and not beside_chunks:
+            bounds = _short(others, batch)
+        else:
+            bounds = _long(max(first, others), batch, has_others=bool(others or (beside_chunks and narrow)))
+        return size, bounds._replace(is_steady=True)
+
     def split_window(self, window: int, block_tokens: int, num_rungs: int, batch: int) -> tuple[int, Bounds]:
         """``split`` for the plan of a ``window``: the same for all lengths of requests, whatever has stepped down."""
         blocks, num_others = window_blocks(window, block_tokens), num_rungs - 1
-        size = choose_split(batch * blocks, batch, self.num_kv_heads, self.num_multiprocessors, is_dense=True)
+        size = self.item_blocks or choose_split(
+            batch * blocks, batch, self.num_kv_heads, self.num_multiprocessors, is_dense=True
+        )
         first = batch * most_items(blocks, 1, size)
         others = batch * most_items(blocks, num_others, size) if num_others else 0
-        return size, Bounds(first, others)
+        return size, Bounds(first, others, is_steady=self.item_blocks is not None)
 
     def all_bounds(self, batch: int, states: Iterable[Sequence[int]], numbers: Sequence[int]) -> list[Bounds]:
         """The launch shapes of ``numbers`` single tokens alone, padded to ``batch``, for ``states`` and smaller ones.
@@ -68,7 +89,8 @@ class LaunchShapes:
         most_long = max(least, *(bounds.first for bounds in found if not bounds.is_short), 0)
         short = {_short(number, batch) for number in range(0, most_short + 1, batch)}
         long = {_long(n, batch, others) for n in range(0, most_long + 1, batch) for others in {False, has_others}}
-        return sorted(short | long)
+        is_steady = self.item_blocks is not None
+        return sorted(bounds._replace(is_steady=is_steady) for bounds in short | long)
 
 
 def _short(others: int, batch: int) -> Bounds:

@@ -54,11 +54,20 @@ class DecodeShape:
 class GpuSteps:
     """Carries out commands on a GPU over ``memory``; owns device tables, input and output buffers, CUDA graphs."""
 
-    def __init__(self, model: CausalLM, memory: Tensor, layout: TableLayout, ladder: Ladder, cuda_graphs: bool):
+    def __init__(
+        self,
+        model: CausalLM,
+        memory: Tensor,
+        layout: TableLayout,
+        ladder: Ladder,
+        cuda_graphs: bool,
+        deterministic: bool = False,
+    ):
+        """``deterministic``: a token has the same bits whatever is beside it, if the model's products give them so."""
         self.model, self.device = model, memory.device
         self.tables = DeviceTables(layout, ladder.spec, self.device)
         specs = model.config.share(model.ranks.size).attention
-        self.planner = GpuAttentionPlanner(memory, self.tables, ladder, specs)
+        self.planner = GpuAttentionPlanner(memory, self.tables, ladder, specs, deterministic)
         self._graphs = Graphs(self.device) if cuda_graphs else None
         self.mixed: MixedSteps | None = None
         if self._graphs is not None and not ladder.states:

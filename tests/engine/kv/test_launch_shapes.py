@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,8 @@ from qkv_engine.device.gpu.graphs import MAX_GRAPHS
 from qkv_engine.device.gpu.mixed import padded_decodes
 from qkv_engine.device.gpu.shapes import LaunchShapes
 from qkv_engine.device.gpu.steps import padded_batch
-from qkv_engine.kernels.paged_decode.split import Bounds, window_blocks
+from qkv_engine.kernels.paged_decode.split import Bounds, most_items, window_blocks
+from qkv_engine.kernels.paged_decode.triton import kernel_names
 
 SHAPES = LaunchShapes(num_kv_heads=8, num_multiprocessors=132)
 
@@ -111,3 +113,19 @@ def test_bounds_hold_all_items(held: list[list[int]], scale: int, beside_chunks:
     size, bounds = SHAPES.split(totals, len(held), pad(len(held)), beside_chunks)
     first, *others = (sum(-(-counts[rung] // size) for counts in held) for rung in range(3))
     assert first <= bounds.first and sum(others) <= bounds.others
+
+
+def test_a_steady_item_has_as_many_blocks_whatever_the_batch():
+    shapes = replace(SHAPES, item_blocks=8)
+    seen = set[Bounds]()
+    for batch in (1, 3, 64, 256):
+        for counts in ([batch], [40 * batch], [2 * batch, 70 * batch]):
+            for beside_chunks in (False, True):
+                size, bounds = shapes.split(counts, batch, batch, beside_chunks)
+                first, *others = (most_items(count, batch, 8) for count in counts)
+                assert size == 8 and bounds.is_steady and bounds.first >= first and bounds.others >= sum(others)
+                seen.add(bounds)
+        size, bounds = shapes.split_window(1024, 128, 2, batch)
+        assert size == 8 and bounds.is_steady
+    assert len({kernel_names(bounds, 8)[1] for bounds in seen}) == 1
+    assert all(bounds.is_steady for bounds in shapes.all_bounds(4, [[4, 300]], [3, 4]))
