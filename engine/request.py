@@ -238,11 +238,13 @@ class KVUsage(msgspec.Struct, frozen=True):
         lowest_bits: fewest bits a code of any of its tokens; None if nothing was computed.
         cached_tokens: number of tokens found in the prefix cache by their rung then, such as {"dense16": 32, "int4":
             512}; where layers have different windows, in those that see the most.
+        stored_tokens: number of tokens that were read from the KV store for it, while it waited.
     """
 
     blocks: dict[str, int] = {}
     lowest_bits: float | None = None
     cached_tokens: dict[str, int] = {}
+    stored_tokens: int = 0
 
 
 class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
@@ -353,6 +355,8 @@ class Request:
     next_cacheable_at: int = 0  # computed tokens at which the prefix cache has a block to file; kept by KV memory, too
     next_passed_at: int = sys.maxsize  # computed tokens at which blocks pass out of sight; kept by KV memory, too
     num_fetched_pieces: int = 0  # leading ones that came from the host while it waits; kept by KV memory, too
+    num_read_pieces: int = 0  # leading ones that were looked for on the disk while it waits; kept by KV memory, too
+    num_stored_tokens: int = 0  # that were read from the disk for it
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # computed ones that were found in the prefix cache
     cached_tokens: dict[str, int] = field(default_factory=dict)  # the same by the rung that they stood on then

@@ -21,11 +21,13 @@ from .device.cache import KVCache
 from .device.cpu.thread_choice import ThreadChoice
 from .device.cpu.threads import choose_threads
 from .device.gpu.warm_up import warm_up
+from .device.host_disk import HostDisk
 from .device.host_memory import HostMemory, allocate_host
 from .device.layouts import Ladder
 from .device.logits import CausalLM
 from .device.memory import check_free, default_kv_memory, free_memory
 from .device.runner import Runner
+from .disk_tier import check_store, default_host_nbytes, describe, make_namespace, open_disk
 from .errors import CapacityError, ConfigError
 from .kv.host_tier import HostTier
 from .kv.manager import KVManager
@@ -93,14 +95,22 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
     ladder = rank_ladder(config.kv, model_config, ranks.size, dtype, limit)
     cache = KVCache(ladder, _kv_bytes(config, ladder, limit, device), device, limit, resizable=config.resizable)
     max_model_len = _fit_model_len(config, limit, cache)
+    check_store(config, ladder)
     host_nbytes = _host_nbytes(config, cache, ranks.size)
     host = allocate_host(host_nbytes, device) if host_nbytes else None
     if config.prefix_caching and ladder.states:
         logger.info("prefix caching is off: %s has states, which prefixes cannot share", loaded.name)
 
+    disk: HostDisk | None = None
+    name_of_keys = loaded.name
+    if config.kv_store is not None and host is not None:
+        namespace = make_namespace(config, loaded, ladder, dtype)
+        disk, name_of_keys = open_disk(config, namespace, host), namespace.digest().hex()
+
     def make_space() -> KVManager:
-        tier = HostTier(ladder.spec, host_nbytes, cache.arena.slab_nbytes) if host_nbytes else None
-        prefix = PrefixCache(cache.tables, loaded.name, tier) if config.prefix_caching else None
+        is_free = disk is None or disk.settle()
+        tier = HostTier(ladder.spec, host_nbytes, cache.arena.slab_nbytes) if host_nbytes and is_free else None
+        prefix = PrefixCache(cache.tables, name_of_keys, tier, disk) if config.prefix_caching else None
         return KVManager(cache.tables, prefix, config.kv_quota)
 
     name = "demo" if config.model is None else loaded.name
@@ -132,8 +142,11 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
         make_space,
         runs_ahead=device.type == "cuda",
         basis_watch=basis_watch,
+        disk=disk,
     )
     summary = _summarize(name, device, dtype, cache, max_model_len, host_nbytes, ranks.size)
+    if disk is not None:
+        summary.append(describe(config, disk))
     if captured is not None:
         summary.append(
             f"{captured.number} steps captured in {captured.seconds:.1f} s, {format_size(captured.nbytes)} of memory"
@@ -156,6 +169,7 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
         threads,
         summary,
         _waker(config, device, cache, layout, limits, host, loaded.folder),
+        disk,
         workers,
     )
 
@@ -222,12 +236,14 @@ def _host_nbytes(config: EngineConfig, cache: KVCache, num_ranks: int) -> int:
     Raises ``CapacityError``, and ``ConfigError`` for a ladder whose blocks are never shared.
     """
     size, host = config.host_memory, torch.device("cpu")
-    if size is None:
+    if size is None and config.kv_store is None:
         return 0
     if not cache.ladder.spec.can_share:
         message, remedy = f"is for cached prefixes, and {cache.ladder.name} caches none", "Leave host_memory or kv out"
         raise ConfigError(message, field="host_memory", value=size, remedy=remedy)
     free = free_memory(host) - (cache.nbytes * num_ranks if cache.memory.is_cpu else 0)  # not touched so far
+    if size is None:
+        size = max(cache.arena.slab_nbytes, default_host_nbytes(free, cache.nbytes))
     nbytes = parse_size(size, field="host_memory", free=max(1, free))
     check_free(nbytes, free, host, field="host_memory", value=size)
     least = cache.arena.slab_nbytes * num_ranks

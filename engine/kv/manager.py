@@ -9,6 +9,8 @@ from collections.abc import Collection, Iterable, Iterator
 from ..request import KVUsage, Request
 from .block import Block
 from .demand import OPEN_END_BLOCKS, RunningDemand
+from .disk import DiskStats
+from .disk_traffic import DiskTraffic
 from .fetching import Fetching
 from .prefix import Hit, PrefixCache
 from .shortage import Shortage
@@ -131,6 +133,34 @@ class KVManager:
         """Notes that commands up to this one have ended, and that it is known which blocks they found to be bad."""
         if self._host is not None:
             self._host.tier.confirm(command)
+
+    def ended(self, command: int) -> None:
+        """Notes that all copies of commands up to this one are over."""
+        if self._host is not None:
+            self._host.tier.ended(command)
+
+    @property
+    def _disk(self) -> DiskTraffic | None:
+        return None if self._host is None else self._host.disk
+
+    @property
+    def has_unsaved(self) -> bool:
+        """Whether something is cached, or kept in host memory, that the disk lacks and could write."""
+        return self._disk is not None and self._disk.has_unsaved
+
+    @property
+    def waits_for_disk(self) -> bool:
+        """Whether something is to be read from the disk, or written."""
+        return self._disk is not None and (self._disk.has_unsaved or self._disk.is_reading)
+
+    def disk_stats(self) -> DiskStats:
+        """What has moved between host memory and the disk."""
+        return DiskStats() if self._disk is None else self._disk.stats()
+
+    def wait_for_disk(self, seconds: float) -> None:
+        """Waits until the disk has read or written something, at most so long."""
+        if self._disk is not None:
+            self._disk.disk.wait(seconds)
 
     # ---- requests
 
@@ -286,4 +316,4 @@ class KVManager:
             blocks[self.rung_name(group, rung)] += number
         holds_any = self.spec.main.num_token_slots and any(table.slots for table in tables)
         lowest = min(bits, default=self.spec.main.widest.bits if holds_any else None)
-        return KVUsage(dict(blocks), lowest, request.cached_tokens)
+        return KVUsage(dict(blocks), lowest, request.cached_tokens, request.num_stored_tokens)

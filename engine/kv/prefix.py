@@ -17,15 +17,15 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
-from .block import Block
-from .host_piece import HostBlock
+from .block import Block, Standing
+from .disk import Disk
 from .host_tier import HostTier
 from .host_traffic import HostTraffic
 from .idle import Entry, IdleBlocks
 from .spec import GroupSpec
 from .table import BlockTables
 
-B = TypeVar("B", bound=Block | HostBlock)
+B = TypeVar("B", bound=Standing)
 
 
 class Hit(NamedTuple):
@@ -49,10 +49,10 @@ class Hit(NamedTuple):
 class PrefixCache:
     """Finds, keeps and gives up shared blocks. Holds one reference on each; owned by the scheduler's thread.
 
-    What it gives up leaves a copy in the ``host`` tier, if there is one.
+    What it gives up leaves a copy in the ``host`` tier, if there is one, and that one in files, if there is a ``disk``.
     """
 
-    def __init__(self, tables: BlockTables, model: str, host: HostTier | None = None):
+    def __init__(self, tables: BlockTables, model: str, host: HostTier | None = None, disk: Disk | None = None):
         self._tables = tables
         self._model = model
         groups = tables.spec.groups
@@ -64,7 +64,7 @@ class PrefixCache:
         self.idle = IdleBlocks(groups, self._entries, self._children, self._of_block)
         tables.store.on_lone = self.idle.fell_idle
         tables.store.host = host
-        self.host = None if host is None else HostTraffic(self, tables, host)
+        self.host = None if host is None else HostTraffic(self, tables, host, disk)
         self._published: dict[str, tuple[int, bytes]] = {}  # request -> blocks filed, key of the last
         self.reset_counters()
 
@@ -136,7 +136,7 @@ class PrefixCache:
             allowed.append((index, narrowest, group.num_token_slots + group.split(num_tokens, narrowest)[1]))
         return allowed
 
-    def _served(self, index: int, found: Sequence[Sequence[Block | HostBlock | None]], floor: int) -> list[bool]:
+    def _served(self, index: int, found: Sequence[Sequence[Standing | None]], floor: int) -> list[bool]:
         """For each number of pieces from 0, whether a group with a window has those in sight of the next token.
 
         They may be narrow behind the recent window of that token, so that a request shares no more narrow blocks than
@@ -197,6 +197,8 @@ class PrefixCache:
             self._children[parent] = self._children.get(parent, 0) + 1
         for block in better:
             self._put(entry, block)
+        if self.host is not None:
+            self.host.filed(key)
 
     def _put(self, entry: Entry, block: Block) -> None:
         """Files ``block`` in its group; the cache lets go of the one before it."""
@@ -206,6 +208,10 @@ class PrefixCache:
         if before is not None:
             del self._of_block[before]
             self._tables.store.drop(before)
+
+    def entry(self, key: bytes) -> Entry | None:
+        """The entry of that key."""
+        return self._entries.get(key)
 
     def entry_of(self, block: Block) -> Entry | None:
         """The entry in which ``block`` is filed."""
@@ -296,7 +302,7 @@ class PrefixCache:
         return slice(0 if index == 0 else stop - group.block_tokens, stop)
 
 
-def _serves(blocks: Sequence[Block | HostBlock | None], index: int, allowed: Iterable[tuple[int, int, int]]) -> bool:
+def _serves(blocks: Sequence[Standing | None], index: int, allowed: Iterable[tuple[int, int, int]]) -> bool:
     """Whether the blocks of piece ``index`` are wide enough in the groups of ``PrefixCache._allowed``."""
     for group, narrowest, num_narrow in allowed:
         block = blocks[group]

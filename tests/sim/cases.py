@@ -135,6 +135,17 @@ def with_host(options: Options) -> Options:
     )  # fmt: skip
 
 
+def with_disk(options: Options) -> Options:
+    """The same options with a host tier and a disk behind it, which loses, tears or delays what it is given."""
+    rng = random.Random(f"disk {options.seed}")
+    changed = with_host(options)
+    host_nbytes = rng.choice((1, 0.5, 0.2)) * min(changed.host_nbytes, changed.nbytes)
+    return replace(
+        changed, has_disk=True, disk_faults=rng.choice((0.0, 0.05, 0.3)), returns=rng.choice((0.5, 0.9)),
+        host_nbytes=max(1, round(host_nbytes)), recoveries=rng.choice((changed.recoveries, 0.02, 0.05)),
+    )  # fmt: skip
+
+
 def _floors(rng: random.Random, num_rungs: int, number: int) -> tuple[int, ...]:
     """For each rung of a ladder one of ``number``, none wider than the one before: half of the time it is cut."""
     if rng.random() < 0.5:
@@ -192,6 +203,10 @@ CASES = {
     "host": Case(
         with_host, range(11_000, 11_024), range(11_100, 11_600),
         (*(kind for kind in KINDS if kind != "refused"), "out", "written", "fetched", "parked"),
+    ),
+    "disk": Case(
+        with_disk, range(12_000, 12_016), range(12_100, 12_600),
+        (*(kind for kind in KINDS if kind != "refused"), "out", "written", "fetched", "saved", "read", "torn"),
     ),
     "priorities": Case(with_priorities, range(7100, 7110), range(7200, 7500)),
 }  # fmt: skip

@@ -31,6 +31,8 @@ MODULES = {  # in order of their imports
     "host_tier": "qkv_engine.kv.host_tier",
     "shortage": "qkv_engine.kv.shortage",
     "fetching": "qkv_engine.kv.fetching",
+    "disk": "qkv_engine.kv.disk",
+    "disk_traffic": "qkv_engine.kv.disk_traffic",
     "host_traffic": "qkv_engine.kv.host_traffic",
     "prefix": "qkv_engine.kv.prefix",
     "demand": "qkv_engine.kv.demand",

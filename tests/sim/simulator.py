@@ -21,6 +21,7 @@ from ..scheduler.common import FixedPace
 from .broken import Broken, require
 from .code import Code, load
 from .device import Device, mix
+from .disk import SLOW, FakeDisk, check_disk
 from .host import Host
 from .hosted import check_copies, note_fetched, spoil_moved
 from .invariants import check_batch, check_books, check_queues, check_room
@@ -62,6 +63,7 @@ class Simulation:
         self._log = hashlib.sha256()
         self._requests, self._resizes = Requests(options, self.rng), Resizes(self)
         self.model = Model(self)
+        self.disk = FakeDisk(self) if options.has_disk else None
         self.space: SpySpace = self._new_space(self._new_tables())
         self.scheduler: Any = spy_scheduler(self, self.code.Scheduler)(
             self.space,
@@ -90,7 +92,9 @@ class Simulation:
         options, code = self.options, self.code
         has_tier = options.prefix and options.host_nbytes
         tier = code.HostTier(tables.spec, options.host_nbytes, options.slab_nbytes) if has_tier else None
-        prefix = code.PrefixCache(tables, "model", tier) if options.prefix else None
+        if self.disk is not None:
+            self.disk.settle()
+        prefix = code.PrefixCache(tables, "model", tier, self.disk) if options.prefix else None
         host = Host(options.host_nbytes, mix(options.seed, self.num_events))
         self.device = Device(options.nbytes, options.groups, options.has_bank, host)
         self.seen: dict[Any, Any] = {}
@@ -139,6 +143,8 @@ class Simulation:
         bound = 2 * bound + 2 if self.options.ahead else bound
         if self.options.host_nbytes:  # each may wait for what it lacks, a piece a step
             bound = 4 * bound + 8
+        if self.disk is not None:
+            bound = 8 * (bound + 8 * SLOW)
         if self.core.resizer.is_pending:  # cached blocks step down rung by rung, and are given up
             rungs = max(len(group.sizes) for group in self.options.groups)
             bound += (rungs + 1) * len(self.space.cached.blocks()) + self.options.slabs
@@ -243,6 +249,8 @@ class Simulation:
         """Recovers as after an interrupt: new books, the old bytes and requests."""
         self.in_step = False
         self.model.forget_bad()
+        if self.disk is not None:
+            self.model.unknown |= self.disk.bad_sources()
         held = [r for r in self.model.truths if any(block.rung >= 0 for block in self.blocks_of(r))]
         self.core.recover()
         for request in [request for request in self.model.truths if request.is_finished]:
@@ -258,6 +266,8 @@ class Simulation:
     # ---- a step
 
     def step(self) -> None:
+        if self.disk is not None:
+            self.disk.poll()
         if self.core.has_work:
             self.in_step = not self.is_calm
             self.device.runs_again = False
@@ -276,6 +286,7 @@ class Simulation:
                 self.model.check_spoilt()
                 self.model.check_cached()
                 check_copies(self)
+            check_disk(self)
 
     def _check_core(self) -> None:
         """Checks that the core knows the live requests, and no others."""
