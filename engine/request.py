@@ -104,6 +104,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         kv_pinned: its KV never steps down.
         tenant: name of the customer it counts for; blocks of the tenant that needs room step down before others'.
         cache_salt: requests share cached prefixes only under equal salts.
+        retain: time after its end, in seconds or as "10min" or "24h", for which its cached blocks make room after all
+            others that no request holds; 30 days at most. None for no longer than others. It holds for half of KV
+            memory, and of a tenant's for its share of it, first come, first served.
+        session: name of the conversation that it belongs to, which ``Engine.done`` ends; "" for none.
 
     Order
         priority: an integer; requests with lower numbers are admitted and computed first, and others give way to them
@@ -143,6 +147,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     kv_pinned: bool = False
     tenant: str = ""
     cache_salt: str = ""
+    retain: str | float | None = None
+    session: str = ""
     priority: int = 0
 
     @property

@@ -31,7 +31,7 @@ from .disk_tier import check_store, default_host_nbytes, describe, make_namespac
 from .errors import CapacityError, ConfigError
 from .kv.host_tier import HostTier
 from .kv.manager import KVManager
-from .kv.prefix import PrefixCache
+from .kv.prefix import PrefixCache, make_hints
 from .kv.slabs import MAX_SLAB_BLOCKS
 from .kv.table_rows import TableLayout
 from .loading import enough_memory, find_source, load, make_backend, rank_ladder, resolve_device
@@ -110,7 +110,8 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
     def make_space() -> KVManager:
         is_free = disk is None or disk.settle()
         tier = HostTier(ladder.spec, host_nbytes, cache.arena.slab_nbytes) if host_nbytes and is_free else None
-        prefix = PrefixCache(cache.tables, name_of_keys, tier, disk) if config.prefix_caching else None
+        hints = make_hints(cache.tables, tier, config.kv_quota)
+        prefix = PrefixCache(cache.tables, name_of_keys, tier, disk, hints=hints) if config.prefix_caching else None
         return KVManager(cache.tables, prefix, config.kv_quota)
 
     name = "demo" if config.model is None else loaded.name

@@ -108,6 +108,9 @@ class HostDisk(Closable):
     def forget(self, key: bytes) -> None:
         self._store.take_out(key)
 
+    def let_age(self, key: bytes) -> None:
+        self._store.let_age(key)
+
     def wait(self, seconds: float) -> None:
         self._news.wait(seconds)
         self._news.clear()

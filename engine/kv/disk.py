@@ -59,6 +59,10 @@ class Disk(Protocol):
         """Has the piece of ``key`` found no more, not after a restart either, nor one that is being written."""
         ...
 
+    def let_age(self, key: bytes) -> None:
+        """Has the piece of ``key`` given up as if nobody had ever used it."""
+        ...
+
     def wait(self, seconds: float) -> None:
         """Waits until some job is over, at most so long."""
         ...

@@ -14,6 +14,7 @@ from math import lcm
 
 from .arena import Arena, Slot
 from .block import Block
+from .hints import RETAINED, Hints
 from .host_piece import Copies, Fetch, HostBlock, HostPiece, HostStats
 from .moves import HostCopy
 from .spec import KVSpec
@@ -29,6 +30,7 @@ class HostTier:
         align = lcm(*(group.align for group in spec.groups))
         self.spec = spec
         self.arena = Arena(nbytes - nbytes % align, slab_nbytes, block_nbytes=spec.main.widest.nbytes)
+        self.hints = Hints(0, 0)  # of how long pieces are of use, those of the prefix cache
         self.num_commands = 0  # that were taken
         self.num_ended = 0  # leading ones of them whose copies are known to be over
         self.unsaved: dict[bytes, None] | None = None  # keys of pieces with new copies, if anybody asks
@@ -302,13 +304,24 @@ class HostTier:
         return slot
 
     def _oldest(self, key: bytes) -> HostPiece | None:
-        """The least recently used piece that can be given up at once, if it comes before that of ``key``."""
+        """The piece that is given up next of those that can be at once, if it comes before that of ``key``.
+
+        One that is done, or else the least recently used one; retained ones come last.
+        """
+        for done in self.hints.done_keys():
+            piece = self._pieces.get(done)
+            if piece is not None and done != key and not any(map(self._is_used, piece.held())):
+                return piece
+        retained = None
         for piece in self._pieces.values():
             if piece.key == key:
-                return None
-            if not any(self._is_used(copy) for copy in piece.held()):
+                break
+            if any(map(self._is_used, piece.held())):
+                continue
+            if self.hints.rank(piece.key) != RETAINED:
                 return piece
-        return None
+            retained = retained or piece
+        return retained if self.hints.rank(key) == RETAINED else None
 
     def _is_used(self, copy: HostBlock) -> bool:
         """Whether a command, the next one included, or the disk reads or writes ``copy``."""

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 
 from ..request import KVUsage, Request
+from ..sizes import parse_seconds
 from .block import Block
 from .demand import OPEN_END_BLOCKS, RunningDemand
 from .disk import DiskStats
@@ -104,6 +105,8 @@ class KVManager:
     # ---- host memory
 
     def begin_step(self, copy_nbytes: int | None) -> None:
+        if self.prefix is not None:
+            self.prefix.expire()
         if self._host is not None:
             self._host.begin_step(copy_nbytes)
 
@@ -215,6 +218,9 @@ class KVManager:
     def release(self, request: Request) -> None:
         self.demand.remove(request)
         self._demotable_at.pop(request, None)
+        params = request.params
+        if self.prefix is not None and (params.session or params.retain is not None):
+            self.prefix.note_hints(request.request_id, params.tenant, params.session, parse_seconds(params.retain))
         self.tables.release(request.request_id)
         if self.prefix is not None:
             self.prefix.forget(request.request_id)
@@ -235,6 +241,10 @@ class KVManager:
         if prefix is not None:
             prefix.publish(request.request_id, request.token_ids, request.params.cache_salt, num_tokens)
         request.next_cacheable_at = sys.maxsize if prefix is None else prefix.next_end(num_tokens)
+
+    def done(self, tenant: str, session: str) -> int:
+        """Has cached pieces of a session make room before all others; returns their number."""
+        return 0 if self.prefix is None else self.prefix.done(tenant, session)
 
     def _may_share(self, request: Request) -> bool:
         """Whether a request may begin on blocks of others: prompt log-probabilities need all tokens computed."""

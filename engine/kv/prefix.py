@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeVar
 
 from .block import Block, Standing
 from .disk import Disk
+from .hints import RETAINED_SHARE, Hints
 from .host_tier import HostTier
 from .host_traffic import HostTraffic
 from .idle import Entry, IdleBlocks
@@ -52,7 +53,16 @@ class PrefixCache:
     What it gives up leaves a copy in the ``host`` tier, if there is one, and that one in files, if there is a ``disk``.
     """
 
-    def __init__(self, tables: BlockTables, model: str, host: HostTier | None = None, disk: Disk | None = None):
+    def __init__(
+        self,
+        tables: BlockTables,
+        model: str,
+        host: HostTier | None = None,
+        disk: Disk | None = None,
+        *,
+        hints: Hints | None = None,
+    ):
+        """``hints``: of how long pieces are of use; None for new ones."""
         self._tables = tables
         self._model = model
         groups = tables.spec.groups
@@ -61,9 +71,12 @@ class PrefixCache:
         self._entries: dict[bytes, Entry] = {}
         self._of_block: dict[Block, Entry] = {}
         self._children: dict[bytes, int] = {}
-        self.idle = IdleBlocks(groups, self._entries, self._children, self._of_block)
+        self.hints = make_hints(tables, host) if hints is None else hints
+        self.idle = IdleBlocks(groups, self._entries, self._children, self._of_block, self.hints)
         tables.store.on_lone = self.idle.fell_idle
         tables.store.host = host
+        if host is not None:
+            host.hints = self.hints
         self.host = None if host is None else HostTraffic(self, tables, host, disk)
         self._published: dict[str, tuple[int, bytes]] = {}  # request -> blocks filed, key of the last
         self.reset_counters()
@@ -222,6 +235,37 @@ class PrefixCache:
         end: int = self._piece(self._num_pieces(num_computed)).stop
         return end
 
+    # ---- hints
+
+    def note_hints(self, request_id: str, tenant: str, session: str, retain: float | None) -> None:
+        """Notes the hints of a request, before its blocks are taken back: for the pieces that it filed or found."""
+        keys, key = list[bytes](), self._published.get(request_id, (0, b""))[1]
+        while (entry := self._entries.get(key)) is not None:
+            keys.append(key)
+            key = entry.parent
+        nbytes = sum(group.widest.nbytes for group in self._tables.spec.groups)
+        self.hints.note(keys[::-1], nbytes, tenant, session, retain)
+
+    def done(self, tenant: str, session: str) -> int:
+        """Has the pieces of a session, which no other one has, make room first; returns their number."""
+        keys = self.hints.done(tenant, session)
+        self._refile(keys)
+        if self.host is not None and self.host.disk is not None:
+            for key in keys:
+                self.host.disk.disk.let_age(key)
+        return len(keys)
+
+    def expire(self) -> None:
+        """Ends the lives of retained pieces whose time is over."""
+        self._refile(self.hints.expire())
+
+    def _refile(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            entry = self._entries.get(key)
+            for index in () if entry is None else range(len(entry.blocks)):
+                assert entry is not None
+                self.idle.file_exit(entry, index)
+
     def forget(self, request_id: str) -> None:
         """Drops the record of a request that gave its blocks back; the blocks that it filed stay."""
         self._published.pop(request_id, None)
@@ -264,6 +308,8 @@ class PrefixCache:
     def _remove(self, entry: Entry) -> None:
         """Takes an entry out, and all blocks that it has."""
         del self._entries[entry.key]
+        if self.host is None:
+            self.hints.forget(entry.key)
         self._children[entry.parent] -= 1
         if not self._children[entry.parent]:
             del self._children[entry.parent]
@@ -300,6 +346,12 @@ class PrefixCache:
         group = self._tables.spec.main
         stop = group.tokens_in(index + 1 - group.num_token_slots)
         return slice(0 if index == 0 else stop - group.block_tokens, stop)
+
+
+def make_hints(tables: BlockTables, host: HostTier | None, quota: float | None = None) -> Hints:
+    """Hints for pieces in the memory of ``tables`` and of ``host``, of which a tenant may use the share ``quota``."""
+    nbytes = min(tables.arena.nbytes, tables.arena.nbytes if host is None else host.arena.nbytes)
+    return Hints(int(RETAINED_SHARE * nbytes), int(min(RETAINED_SHARE, quota or 1.0) * nbytes))
 
 
 def _serves(blocks: Sequence[Standing | None], index: int, allowed: Iterable[tuple[int, int, int]]) -> bool:

@@ -242,6 +242,11 @@ class KVStore(Closable):
         if self._writer is not None and (stored is not None or digest in self._pending):
             self._writer.put(WriterJob(0, lambda: self._take_out(digest, stored)))
 
+    def let_age(self, key: bytes) -> None:
+        """Has the piece of ``key`` go with its segment, as if nobody had used it."""
+        with self._lock:
+            self._index.unuse(self._key(key))
+
     def flush(self, timeout: float = CLOSE_SECONDS) -> bool:
         """Waits until what was put has reached the disk, at most ``timeout`` seconds; returns whether all of it did."""
         if self._writer is None:

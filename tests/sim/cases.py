@@ -146,6 +146,13 @@ def with_disk(options: Options) -> Options:
     )  # fmt: skip
 
 
+def with_hints(options: Options) -> Options:
+    """The same options with hints of sessions and times, half with a host tier, some with a disk behind it."""
+    rng = random.Random(f"hints {options.seed}")
+    changed = rng.choice((with_host, with_disk, lambda same: same, with_groups))(options)
+    return replace(changed, prefix=True, hints=rng.choice((0.3, 0.9)), returns=rng.choice((0.2, 0.9)))
+
+
 def _floors(rng: random.Random, num_rungs: int, number: int) -> tuple[int, ...]:
     """For each rung of a ladder one of ``number``, none wider than the one before: half of the time it is cut."""
     if rng.random() < 0.5:
@@ -207,6 +214,10 @@ CASES = {
     "disk": Case(
         with_disk, range(12_000, 12_016), range(12_100, 12_600),
         (*(kind for kind in KINDS if kind != "refused"), "out", "written", "fetched", "saved", "read", "torn"),
+    ),
+    "hints": Case(
+        with_hints, range(13_000, 13_016), range(13_100, 13_600),
+        (*(kind for kind in KINDS if kind != "refused"), "done"),
     ),
     "priorities": Case(with_priorities, range(7100, 7110), range(7200, 7500)),
 }  # fmt: skip

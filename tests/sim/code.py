@@ -26,6 +26,7 @@ MODULES = {  # in order of their imports
     "group": "qkv_engine.kv.group",
     "reserve": "qkv_engine.kv.reserve",
     "table": "qkv_engine.kv.table",
+    "hints": "qkv_engine.kv.hints",
     "idle": "qkv_engine.kv.idle",
     "host_piece": "qkv_engine.kv.host_piece",
     "host_tier": "qkv_engine.kv.host_tier",
@@ -58,6 +59,7 @@ class Code:
     Arena: Any
     BlockTables: Any
     PrefixCache: Any
+    make_hints: Any
     HostTier: Any
     KVManager: Any
     Scheduler: Any
@@ -92,6 +94,7 @@ def load(patch: Patch | None = None) -> Code:
         modules["arena"].Arena,
         modules["table"].BlockTables,
         modules["prefix"].PrefixCache,
+        modules["prefix"].make_hints,
         modules["host_tier"].HostTier,
         modules["manager"].KVManager,
         modules["scheduler"].Scheduler,

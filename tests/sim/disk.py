@@ -105,6 +105,9 @@ class FakeDisk:
             if job.piece.key == key:
                 job.is_forgotten = True
 
+    def let_age(self, key: bytes) -> None:
+        pass
+
     def wait(self, seconds: float) -> None:
         self.poll()
 

@@ -150,9 +150,11 @@ class Hosted:
         """Whether room could be made for a copy: some piece can be given up that is not before its own."""
         if self._has_place(block.slot.nbytes):
             return True
-        before = self._before(key)
+        before, rank = self._before(key), self.tier.hints.rank
         return not self._never_fits(block.slot.nbytes) and any(
-            piece.key not in before and not any(self._is_used(copy) for copy in piece.held())
+            piece.key not in before
+            and not any(self._is_used(copy) for copy in piece.held())
+            and rank(piece.key) <= max(1, rank(key))  # nobody else takes the place of what is retained
             for piece in self.tier._pieces.values()
         )
 

@@ -12,28 +12,155 @@ def _bug(name: str, where: str, old: str, new: str, seed: int) -> Bug:
 
 
 DISK_BUGS = (
-    _bug("a slot is free while it is written", "disk_traffic DiskTraffic.save", "self._tier.hold(slots)", "", 0),
-    _bug("a slot that was written is kept", "disk_traffic DiskTraffic.begin_step", "self._tier.let_go(writing.slots)", "", 0),
-    _bug("a slot is free while the disk fills it", "host_tier HostTier.receive", "self.hold(copy.slot for copy in found.held())", "", 0),
-    _bug("a place is read into while a copy is under way there", "disk_traffic DiskTraffic.begin_step", "self._tier.num_ended >= reading.command", "True", 0),
+    _bug("a slot is free while it is written", "disk_traffic DiskTraffic.save", "self._tier.hold(slots)", "", 12000),
+    _bug(
+        "a slot that was written is kept",
+        "disk_traffic DiskTraffic.begin_step",
+        "self._tier.let_go(writing.slots)",
+        "",
+        12000,
+    ),
+    _bug(
+        "a slot is free while the disk fills it",
+        "host_tier HostTier.receive",
+        "self.hold(copy.slot for copy in found.held())",
+        "",
+        12000,
+    ),
+    _bug(
+        "a place is read into while a copy is under way there",
+        "disk_traffic DiskTraffic.begin_step",
+        "self._tier.num_ended >= reading.command",
+        "True",
+        0,
+    ),
     _bug("half a copy is written", "host_tier HostTier.is_there", "copy.command <= self.num_ended", "True", 0),
     _bug("a copy is written whose values may be bad", "host_tier HostTier.is_there", "copy.source is None", "True", 0),
     _bug("torn bytes are taken for good", "disk_traffic DiskTraffic.begin_step", "reading.job.has_come", "True", 0),
-    _bug("what is not asked for any more is filed", "host_tier HostTier.land", "self._coming.get(key) is coming", "True", 0),
+    _bug(
+        "what is not asked for any more is filed",
+        "host_tier HostTier.land",
+        "self._coming.get(key) is coming",
+        "True",
+        0,
+    ),
     _bug("what comes is never filed", "host_tier HostTier.land", "own.blocks[copy.group] = copy", "", 0),
-    _bug("a narrow copy from the disk takes a wide one's place", "host_tier HostTier.land", "before is not None and before.rung <= copy.rung", "False", 0),
+    _bug(
+        "a narrow copy from the disk takes a wide one's place",
+        "host_tier HostTier.land",
+        "before is not None and before.rung <= copy.rung",
+        "False",
+        0,
+    ),
     _bug("what came is as old as before", "host_tier HostTier.land", "self._use(key)", "", 0),
     _bug("bad values stay on the disk", "host_traffic HostTraffic.purge", "self.disk.forget(entry.key)", "", 0),
     _bug("bad values still come from the disk", "host_tier HostTier.purge", "self._coming.pop(key, None)", "", 0),
-    _bug("nobody waits for the disk", "host_traffic HostTraffic.begin_fetching", "self.disk is not None and self.disk.read(request, places, found)", "self.disk is not None and self.disk.read(request, places, found) and False", 0),
-    _bug("everybody waits for the disk for ever", "disk_traffic _Reading.is_overdue", "self.job is not None and self.job.is_overdue", "False", 0),
-    _bug("a piece is read again and again", "disk_traffic DiskTraffic.read", "request.num_read_pieces = max(request.num_read_pieces, number)", "", 0),
-    _bug("a narrow piece is read for a wide floor", "disk_traffic DiskTraffic._with_disk", "rungs[group] <= most[group]", "True", 0),
-    _bug("a piece is read though memory has it", "disk_traffic DiskTraffic.read", "not _serves(found[index][group], self._most(limits[group], index))", "True", 0),
-    _bug("nothing is saved while nothing runs", "host_traffic HostTraffic.write_ahead", "self.disk.copy_idle()", "pass", 0),
+    _bug(
+        "nobody waits for the disk",
+        "host_traffic HostTraffic.begin_fetching",
+        "self.disk is not None and self.disk.read(request, places, found)",
+        "self.disk is not None and self.disk.read(request, places, found) and False",
+        0,
+    ),
+    _bug(
+        "everybody waits for the disk for ever",
+        "disk_traffic _Reading.is_overdue",
+        "self.job is not None and self.job.is_overdue",
+        "False",
+        0,
+    ),
+    _bug(
+        "a piece is read again and again",
+        "disk_traffic DiskTraffic.read",
+        "request.num_read_pieces = max(request.num_read_pieces, number)",
+        "",
+        0,
+    ),
+    _bug(
+        "a narrow piece is read for a wide floor",
+        "disk_traffic DiskTraffic._with_disk",
+        "rungs[group] <= most[group]",
+        "True",
+        0,
+    ),
+    _bug(
+        "a piece is read though memory has it",
+        "disk_traffic DiskTraffic.read",
+        "not _serves(found[index][group], self._most(limits[group], index))",
+        "True",
+        0,
+    ),
+    _bug(
+        "nothing is saved while nothing runs",
+        "host_traffic HostTraffic.write_ahead",
+        "self.disk.copy_idle()",
+        "pass",
+        0,
+    ),
     _bug("a block in use is saved", "disk_traffic DiskTraffic._copy", "block.refs == 1", "True", 0),
-    _bug("a block that stepped down is copied as it was", "host_tier HostTier.take", "source.rung == copy.rung", "True", 0),
-    _bug("nothing is ever saved", "disk_traffic DiskTraffic.save", "self._writings.append(_Writing(key, slots, self.disk.write(piece)))", "self._tier.let_go(slots)", 0),
+    _bug(
+        "a block that stepped down is copied as it was",
+        "host_tier HostTier.take",
+        "source.rung == copy.rung",
+        "True",
+        0,
+    ),
+    _bug(
+        "nothing is ever saved",
+        "disk_traffic DiskTraffic.save",
+        "self._writings.append(_Writing(key, slots, self.disk.write(piece)))",
+        "self._tier.let_go(slots)",
+        0,
+    ),
     _bug("a piece is written twice at once", "disk_traffic DiskTraffic.save", "key in being_written", "False", 0),
     _bug("places for half a piece are lost", "host_tier HostTier.receive", "self.arena.release(copy.slot)", "pass", 0),
-)  # fmt: skip
+)
+
+
+def _hint(name: str, where: str, old: str, new: str, seed: int) -> Bug:
+    file, function = where.split()
+    return Bug(name, file, function, old, new, case="hints", seed=seed)
+
+
+HINT_BUGS = (
+    _hint(
+        "retained pieces yield like others", "hints Hints.rank", "RETAINED if key in self._lives else PLAIN", "PLAIN", 13000
+    ),
+    _hint("a life never ends", "hints Hints.expire", "self._end(key)", "", 13000),
+    _hint(
+        "a shorter time takes the place of a longer one",
+        "hints Hints._retain",
+        "before is not None and before.until >= life.until",
+        "False",
+        13000,
+    ),
+    _hint(
+        "anything may be retained",
+        "hints Hints._retain",
+        "total > self._most_nbytes or own > self._tenant_nbytes",
+        "False",
+        13004,
+    ),
+    _hint(
+        "the bytes of a life that ended count on", "hints Hints._end", "self._nbytes[life.tenant] -= life.nbytes", "", 13000
+    ),
+    _hint("what other sessions have is done", "hints Hints._leave", "not self._num_sessions[key]", "True", 13003),
+    _hint("who is done stays in its place", "prefix PrefixCache.done", "self._refile(keys)", "", 13005),
+    _hint("who is done is retained still", "hints Hints.done", "self._end(key)", "", 13004),
+    _hint(
+        "what expired stays in its place",
+        "prefix PrefixCache.expire",
+        "self._refile(self.hints.expire())",
+        "self.hints.expire()",
+        13005,
+    ),
+    _hint(
+        "what is done goes before what follows it",
+        "idle IdleBlocks._order",
+        "PLAIN if rank == DONE and is_inner else rank",
+        "rank",
+        0,
+    ),
+    _hint("a hit has what is done stay so", "idle IdleBlocks.fell_idle", "self._hints.used(entry.key)", "", 0),
+    _hint("an old place in the order is good", "idle IdleBlocks.next_exit", "order == (rank, is_inner)", "True", 0),
+)

@@ -94,7 +94,9 @@ class Simulation:
         tier = code.HostTier(tables.spec, options.host_nbytes, options.slab_nbytes) if has_tier else None
         if self.disk is not None:
             self.disk.settle()
-        prefix = code.PrefixCache(tables, "model", tier, self.disk) if options.prefix else None
+        hints = code.make_hints(tables, tier, options.quota)
+        hints._clock = lambda: float(self.num_events)
+        prefix = code.PrefixCache(tables, "model", tier, self.disk, hints=hints) if options.prefix else None
         host = Host(options.host_nbytes, mix(options.seed, self.num_events))
         self.device = Device(options.nbytes, options.groups, options.has_bank, host)
         self.seen: dict[Any, Any] = {}
@@ -175,6 +177,7 @@ class Simulation:
         self.seen = check_books(self.space, self.seen)
         check_room(self.space)
         check_queues(self.scheduler, self.space)
+        self.space.hinted.check()
         if self.options.promises_no_preemption:
             require(self.scheduler.num_preemptions == 0, "an admitted request was preempted")
         self.may_break_off()
@@ -201,6 +204,9 @@ class Simulation:
                 params = replace(params, cache_salt=earlier.params.cache_salt)
             if rng.random() < 0.8:  # mostly requests that fit
                 ids = ids[: max(1, self.space.capacity_of(params) - length)]
+            if options.hints and rng.random() < options.hints:
+                retain = rng.choice((None, 0.0, 10.0, 100.0, 1000.0))
+                params = replace(params, retain=retain, session=rng.choice(("", "a", "b", "c")))
             if options.scored and rng.random() < options.scored:
                 params = replace(params, num_prefill_tokens=rng.randint(1, len(ids)))
             for index in range(copies):
@@ -209,6 +215,9 @@ class Simulation:
             self.abort(rng.choice(list(self.scheduler.requests.values())))
         if rng.random() < options.recoveries:
             self.recover()
+        if options.hints and rng.random() < 0.1:
+            self.space.hinted.done(f"t{rng.randrange(options.tenants)}", rng.choice("abc"))
+            self.event("done")
         if options.resizes and rng.random() < options.resizes:
             self._resizes.ask(rng.randint(0, options.nbytes + options.nbytes // 8))
 
