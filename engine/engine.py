@@ -291,8 +291,8 @@ class Engine(Closable):
     def done(self, session: str, *, tenant: str = "") -> int:
         """Ends a conversation: its cached blocks that no other session has make room before all others.
 
-        On host and disk, too. ``session`` and ``tenant`` are those of its requests, whose blocks count once they have ended. Returns the
-        number of pieces, the sink and the tokens of a block; 0 for a session that is not known.
+        On host and disk, too. ``session`` and ``tenant`` are those of its requests, whose blocks count once they have
+        ended. Returns the number of pieces, a sink or the tokens of a block; 0 for a session that is not known.
         """
         names = check_name("tenant", tenant), check_name("session", session)
         return self._loop.call(lambda: self._alive.core.space.done(*names))

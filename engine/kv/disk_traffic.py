@@ -163,9 +163,7 @@ class DiskTraffic:
             elif coming is None and not is_late and index >= request.num_read_pieces:
                 rungs = self.disk.rungs(place.key)
             yield [
-                OnDisk(rungs[group])
-                if group in rungs and rungs[group] <= most[group] and not _serves(block, most[group])
-                else block
+                OnDisk(rungs[group]) if group in rungs and not _serves(block, most[group]) else block
                 for group, block in enumerate(blocks)
             ]
 

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 
 from ..request import KVUsage, Request
-from ..sizes import parse_seconds
 from .block import Block
 from .demand import OPEN_END_BLOCKS, RunningDemand
 from .disk import DiskStats
@@ -220,7 +219,7 @@ class KVManager:
         self._demotable_at.pop(request, None)
         params = request.params
         if self.prefix is not None and (params.session or params.retain is not None):
-            self.prefix.note_hints(request.request_id, params.tenant, params.session, parse_seconds(params.retain))
+            self.prefix.note_hints(request.token_ids[: request.num_computed_tokens], params)
         self.tables.release(request.request_id)
         if self.prefix is not None:
             self.prefix.forget(request.request_id)

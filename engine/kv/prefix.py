@@ -17,6 +17,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
+from ..request import SamplingParams
+from ..sizes import parse_seconds
 from .block import Block, Standing
 from .disk import Disk
 from .hints import RETAINED_SHARE, Hints
@@ -237,14 +239,11 @@ class PrefixCache:
 
     # ---- hints
 
-    def note_hints(self, request_id: str, tenant: str, session: str, retain: float | None) -> None:
-        """Notes the hints of a request, before its blocks are taken back: for the pieces that it filed or found."""
-        keys, key = list[bytes](), self._published.get(request_id, (0, b""))[1]
-        while (entry := self._entries.get(key)) is not None:
-            keys.append(key)
-            key = entry.parent
+    def note_hints(self, tokens: list[int], params: SamplingParams) -> None:
+        """Notes the hints of a request with these computed ``tokens``, before its blocks are taken back."""
+        keys = [key for key, _, _ in self.pieces(tokens, params.cache_salt, len(tokens)) if key in self._entries]
         nbytes = sum(group.widest.nbytes for group in self._tables.spec.groups)
-        self.hints.note(keys[::-1], nbytes, tenant, session, retain)
+        self.hints.note(keys, nbytes, params.tenant, params.session, parse_seconds(params.retain))
 
     def done(self, tenant: str, session: str) -> int:
         """Has the pieces of a session, which no other one has, make room first; returns their number."""

@@ -159,12 +159,13 @@ class FakeDisk:
                 require(not self._at(copy).path, "bytes are written where the disk reads to")
                 if job.stored is not None and not job.fails:
                     host._put(copy.slot.address, replace(job.stored.records[copy.group]))
-                    self.simulation.space.hosted.sources[copy] = job.stored.sources[copy.group]
+                sources = {} if job.stored is None else job.stored.sources
+                self.simulation.space.hosted.sources[copy] = sources.get(copy.group)
             job.has_come = not job.fails
             self.simulation.counts["read"] += job.has_come
             self.simulation.counts["torn"] += job.fails
-            if job.fails:
-                self.pieces.pop(job.piece.key, None)  # the store forgets what it cannot read
+            if job.fails and self.rng.random() < 0.5:
+                self.pieces.pop(job.piece.key, None)  # the store forgets what it cannot read, if it is not the system
             return
         for copy in job.copies:
             require(self._at(copy) is job.before[copy.group], "bytes change while they are written")
@@ -205,7 +206,7 @@ class Reads:
         if self._traffic is None:
             return
         self._had = {reading.piece.key for reading in self._traffic._readings}
-        self._is_late = any(reading.is_overdue for reading in self._traffic._readings)
+        self._is_late = any(reading.job is not None and reading.job.is_overdue for reading in self._traffic._readings)
         found = [] if self._is_late else hosted.longest(request, self._more)
         self._wanted = list(dict.fromkeys(key for key, block in found if isinstance(block, Promised)))
 

@@ -31,8 +31,8 @@ class Hinted:
         if space.prefix is None or not (params.session or params.retain is not None):
             space._space.release(request)
             return
-        filed = space.prefix._published.get(request.request_id, (0, b""))[0]
-        keys = space.cached.keys(request, space.cached.ends(len(request.token_ids)))[:filed]
+        ends = space.cached.ends(min(request.num_computed_tokens, len(request.token_ids)))
+        keys = [key for key in space.cached.keys(request, ends) if key in space.prefix._entries]
         before = dict(self._hints._lives)
         space._space.release(request)
         if params.session:

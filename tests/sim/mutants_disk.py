@@ -35,7 +35,6 @@ DISK_BUGS = (
         0,
     ),
     _bug("half a copy is written", "host_tier HostTier.is_there", "copy.command <= self.num_ended", "True", 0),
-    _bug("a copy is written whose values may be bad", "host_tier HostTier.is_there", "copy.source is None", "True", 0),
     _bug("torn bytes are taken for good", "disk_traffic DiskTraffic.begin_step", "reading.job.has_come", "True", 0),
     _bug(
         "what is not asked for any more is filed",
@@ -74,13 +73,6 @@ DISK_BUGS = (
         "disk_traffic DiskTraffic.read",
         "request.num_read_pieces = max(request.num_read_pieces, number)",
         "",
-        0,
-    ),
-    _bug(
-        "a narrow piece is read for a wide floor",
-        "disk_traffic DiskTraffic._with_disk",
-        "rungs[group] <= most[group]",
-        "True",
         0,
     ),
     _bug(
@@ -124,7 +116,11 @@ def _hint(name: str, where: str, old: str, new: str, seed: int) -> Bug:
 
 HINT_BUGS = (
     _hint(
-        "retained pieces yield like others", "hints Hints.rank", "RETAINED if key in self._lives else PLAIN", "PLAIN", 13000
+        "retained pieces yield like others",
+        "hints Hints.rank",
+        "RETAINED if key in self._lives else PLAIN",
+        "PLAIN",
+        13000,
     ),
     _hint("a life never ends", "hints Hints.expire", "self._end(key)", "", 13000),
     _hint(
@@ -142,7 +138,11 @@ HINT_BUGS = (
         13004,
     ),
     _hint(
-        "the bytes of a life that ended count on", "hints Hints._end", "self._nbytes[life.tenant] -= life.nbytes", "", 13000
+        "the bytes of a life that ended count on",
+        "hints Hints._end",
+        "self._nbytes[life.tenant] -= life.nbytes",
+        "",
+        13000,
     ),
     _hint("what other sessions have is done", "hints Hints._leave", "not self._num_sessions[key]", "True", 13003),
     _hint("who is done stays in its place", "prefix PrefixCache.done", "self._refile(keys)", "", 13005),

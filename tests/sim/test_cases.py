@@ -45,7 +45,9 @@ def test_every_invariant_is_kept_for_long(name: str, report: list[str]):
 
 
 @pytest.mark.parametrize(
-    "bug", (*BUGS, *GROUP_BUGS, *RESIZE_BUGS, *SHRINK_BUGS, *HOST_BUGS, *DISK_BUGS, *HINT_BUGS), ids=lambda bug: f"{bug.case}: {bug.name}"
+    "bug",
+    (*BUGS, *GROUP_BUGS, *RESIZE_BUGS, *SHRINK_BUGS, *HOST_BUGS, *DISK_BUGS, *HINT_BUGS),
+    ids=lambda bug: f"{bug.case}: {bug.name}",
 )
 def test_a_seeded_bug_is_found(bug: Bug):
     simulation = Simulation(CASES[bug.case].change(draw(bug.seed)), bug)
