@@ -90,8 +90,7 @@ def validate_params(params: object, *, vocab_size: int) -> SamplingParams:
         remedy = "Use SamplingParams(**options)" if isinstance(params, dict) else None
         raise RequestError("expected SamplingParams", field="params", value=params, remedy=remedy)
     fields: dict[str, Any] = {name: _number(name, getattr(params, name), bounds) for name, bounds in BOUNDS.items()}
-    for name in FLAGS:
-        fields[name] = check_flag(name, getattr(params, name))
+    fields |= {name: check_flag(name, getattr(params, name)) for name in FLAGS}
     for name in ("tenant", "cache_salt", "session"):
         fields[name] = check_name(name, getattr(params, name))
     fields["retain"] = None if params.retain is None else _seconds("retain", params.retain)
@@ -123,11 +122,9 @@ def check_flag(name: str, value: object) -> bool:
 
 
 def _seconds(name: str, value: object) -> float:
-    seconds = parse_seconds(value)
-    if seconds is None:
-        remedy = 'Give seconds, or a time such as "10min", of at most 30 days'
-        raise RequestError("not a time", field=name, value=value, remedy=remedy)
-    return seconds
+    if (seconds := parse_seconds(value)) is not None:
+        return seconds
+    raise RequestError("not a time", field=name, value=value, remedy='Give seconds, or "10min"; at most 30 days')
 
 
 def _output_kind(value: object) -> RequestOutputKind:

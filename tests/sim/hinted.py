@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .broken import require
 
 if TYPE_CHECKING:
+    from .simulator import Simulation
     from .spy import SpySpace
 
 DONE, PLAIN, RETAINED = range(3)
@@ -80,3 +81,18 @@ class Hinted:
             now = self._hints._clock()
             late = [key for key, life in self._hints._lives.items() if life.until <= now]
             require(not late, "a piece is retained beyond its time")
+
+
+def timed_hints(simulation: Simulation, tables: Any, tier: Any) -> Any:
+    """Hints whose clock counts events."""
+    hints = simulation.code.make_hints(tables, tier, simulation.options.quota)
+    hints._clock = lambda: float(simulation.num_events)
+    return hints
+
+
+def end_session(simulation: Simulation) -> None:
+    """Ends a session now and then."""
+    options, rng = simulation.options, simulation.rng
+    if options.hints and rng.random() < 0.1:
+        simulation.space.hinted.done(f"t{rng.randrange(options.tenants)}", rng.choice("abc"))
+        simulation.event("done")

@@ -262,7 +262,7 @@ BOOKS = (
         "idle blocks before one in use are kept",
         "idle",
         "IdleBlocks.next_exit",
-        "heappush(self._exits, (True, since, index, key))",
+        "heappush(self._exits, (*order, since, index, key))",
         "",
     ),
     Patch(

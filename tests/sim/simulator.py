@@ -20,10 +20,11 @@ from qkv_engine.request import FinishReason, Request, SamplingParams
 from ..scheduler.common import FixedPace
 from .broken import Broken, require
 from .code import Code, load
+from .core_checks import check_answer, check_core
 from .device import Device, mix
 from .disk import SLOW, FakeDisk, check_disk
+from .hinted import end_session, timed_hints
 from .host import Host
-from .hosted import check_copies, note_fetched, spoil_moved
 from .invariants import check_batch, check_books, check_queues, check_room
 from .model import Fault, Model
 from .options import OPEN_END_BLOCKS, Options, draw
@@ -32,6 +33,7 @@ from .requests import Requests
 from .resizes import Resizes
 from .spy import SpySpace
 from .stand_ins import SimulatedRunner, spy_scheduler
+from .tier import check_copies, note_fetched, spoil_moved
 from .truth import Truth
 
 STOP_TOKEN = 0
@@ -94,8 +96,7 @@ class Simulation:
         tier = code.HostTier(tables.spec, options.host_nbytes, options.slab_nbytes) if has_tier else None
         if self.disk is not None:
             self.disk.settle()
-        hints = code.make_hints(tables, tier, options.quota)
-        hints._clock = lambda: float(self.num_events)
+        hints = timed_hints(self, tables, tier)
         prefix = code.PrefixCache(tables, "model", tier, self.disk, hints=hints) if options.prefix else None
         host = Host(options.host_nbytes, mix(options.seed, self.num_events))
         self.device = Device(options.nbytes, options.groups, options.has_bank, host)
@@ -137,7 +138,7 @@ class Simulation:
         require(not self.core.resizer.is_pending, "a shrink never ends")
         require(not self.model.truths and not self.core.live, "a request never ended")
         for name, submission in self.submissions.items():
-            self._check_answer(name, submission.stream.get(0))
+            check_answer(self, name, submission.stream.get(0))
 
     def _finish(self) -> None:
         """Takes steps until there is no work."""
@@ -154,15 +155,6 @@ class Simulation:
             require(bound > 0, "requests do not finish")
             bound -= 1
             self.step()
-
-    def _check_answer(self, name: str, answer: Any) -> None:
-        """Checks the final output of a request's reader."""
-        require(answer is not None and answer.finished, "a reader waits for ever")
-        tokens, reason = self.outputs[name]
-        completion = answer.outputs[0]
-        require((completion.token_ids, completion.finish_reason) == (tokens, reason), "the answer is another one")
-        require(answer.kv.blocks == self.usage.get(name, answer.kv.blocks), "the answer's blocks stood elsewhere")
-        require(len(answer.metrics.token_times) == len(tokens), "tokens are timed twice, or not at all")
 
     def digest(self) -> str:
         return self._log.hexdigest()
@@ -215,9 +207,7 @@ class Simulation:
             self.abort(rng.choice(list(self.scheduler.requests.values())))
         if rng.random() < options.recoveries:
             self.recover()
-        if options.hints and rng.random() < 0.1:
-            self.space.hinted.done(f"t{rng.randrange(options.tenants)}", rng.choice("abc"))
-            self.event("done")
+        end_session(self)
         if options.resizes and rng.random() < options.resizes:
             self._resizes.ask(rng.randint(0, options.nbytes + options.nbytes // 8))
 
@@ -266,7 +256,7 @@ class Simulation:
             self._note_end(request)
         for request in held:
             require(not request.is_finished or bool(self._kv(request)), "it is unknown where a request's blocks stood")
-        self._check_core()
+        check_core(self)
         self.event("recover")
 
     def _kv(self, request: Request) -> dict[str, int]:
@@ -288,7 +278,7 @@ class Simulation:
                 self.recover()
             finally:
                 self.in_step = False
-            self._check_core()
+            check_core(self)
             self._resizes.check()
             store = self.space.tables.store
             if not store.waves and not store.holes:  # moves of an empty batch wait for the next one
@@ -296,13 +286,6 @@ class Simulation:
                 self.model.check_cached()
                 check_copies(self)
             check_disk(self)
-
-    def _check_core(self) -> None:
-        """Checks that the core knows the live requests, and no others."""
-        live = set(self.scheduler.requests.values())
-        registry = self.core.registry
-        require(set(registry.owners) == set(registry.rows) == live, "the core remembers who is gone")
-        require(set(self.core.live) == set(self.scheduler.requests), "a submission is lost")
 
     def before_schedule(self) -> None:
         running = self.scheduler.running
