@@ -215,20 +215,23 @@ class KVManager:
         request.next_passed_at = self.tables.trim(request.request_id, request.num_computed_tokens)
 
     def release(self, request: Request) -> None:
-        self.demand.remove(request)
-        self._demotable_at.pop(request, None)
         params = request.params
         if self.prefix is not None and (params.session or params.retain is not None):
             self.prefix.note_hints(request.token_ids[: request.num_computed_tokens], params)
-        self.tables.release(request.request_id)
-        if self.prefix is not None:
-            self.prefix.forget(request.request_id)
+        self._take_back(request)
 
     def discard(self, request: Request) -> None:
         """Releases a failed request and takes its blocks out of the prefix cache."""
         if request.request_id in self.tables:
             self.distrust(list(self.tables.blocks(request.request_id)))
-        self.release(request)
+        self._take_back(request)
+
+    def _take_back(self, request: Request) -> None:
+        self.demand.remove(request)
+        self._demotable_at.pop(request, None)
+        self.tables.release(request.request_id)
+        if self.prefix is not None:
+            self.prefix.forget(request.request_id)
 
     def distrust(self, blocks: Collection[Block]) -> None:
         """Takes blocks with bad values out of the prefix cache, and copies of them out of the host tier."""

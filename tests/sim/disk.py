@@ -111,10 +111,6 @@ class FakeDisk:
     def wait(self, seconds: float) -> None:
         self.poll()
 
-    def bad_sources(self) -> set[Any]:
-        """Blocks whose bad values are stored, which nobody knows."""
-        return {p.sources[group] for p in self.pieces.values() for group, record in p.records.items() if record.spoilt}
-
     # ---- time
 
     def poll(self) -> None:
@@ -177,6 +173,12 @@ class FakeDisk:
 
     def _at(self, copy: Any) -> Record:
         return self.simulation.device.host._at(copy.slot.address, copy.slot.nbytes)
+
+
+def bad_sources(disk: FakeDisk | None) -> set[Any]:
+    """Blocks whose bad values are stored, which nobody knows."""
+    pieces = [] if disk is None else disk.pieces.values()
+    return {piece.sources[group] for piece in pieces for group, record in piece.records.items() if record.spoilt}
 
 
 def check_disk(simulation: Simulation) -> None:

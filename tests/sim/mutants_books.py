@@ -347,7 +347,7 @@ BOOKS = (
     Patch(
         "an ended request's place in the cache is kept",
         "manager",
-        "KVManager.release",
+        "KVManager._take_back",
         "self.prefix.forget(request.request_id)",
         "pass",
     ),

@@ -148,7 +148,7 @@ HOST_BUGS = (
         "copy is None or copy.rung > narrowest or (block is not None and block.rung <= narrowest)",
         "copy is None or copy.rung > narrowest",
         case="host",
-        seed=11000,
+        seed=11001,
     ),
     Bug(
         "a request makes room with its own prefix",

@@ -22,7 +22,7 @@ from .broken import Broken, require
 from .code import Code, load
 from .core_checks import check_answer, check_core
 from .device import Device, mix
-from .disk import SLOW, FakeDisk, check_disk
+from .disk import SLOW, FakeDisk, bad_sources, check_disk
 from .hinted import end_session, timed_hints
 from .host import Host
 from .invariants import check_batch, check_books, check_queues, check_room
@@ -96,8 +96,8 @@ class Simulation:
         tier = code.HostTier(tables.spec, options.host_nbytes, options.slab_nbytes) if has_tier else None
         if self.disk is not None:
             self.disk.settle()
-        hints = timed_hints(self, tables, tier)
-        prefix = code.PrefixCache(tables, "model", tier, self.disk, hints=hints) if options.prefix else None
+        given = tables, "model", tier, self.disk
+        prefix = code.PrefixCache(*given, hints=timed_hints(self, tables, tier)) if options.prefix else None
         host = Host(options.host_nbytes, mix(options.seed, self.num_events))
         self.device = Device(options.nbytes, options.groups, options.has_bank, host)
         self.seen: dict[Any, Any] = {}
@@ -248,8 +248,7 @@ class Simulation:
         """Recovers as after an interrupt: new books, the old bytes and requests."""
         self.in_step = False
         self.model.forget_bad()
-        if self.disk is not None:
-            self.model.unknown |= self.disk.bad_sources()
+        self.model.unknown |= bad_sources(self.disk)
         held = [r for r in self.model.truths if any(block.rung >= 0 for block in self.blocks_of(r))]
         self.core.recover()
         for request in [request for request in self.model.truths if request.is_finished]:
