@@ -36,7 +36,8 @@ DEMO = "demo"  # the MODEL that stands for the one inside the package
 _OTHER_FIELDS = {"max_num_seqs": "batch_sweep"}
 
 _ENGINE_OPTIONS = (
-    *("model", "kv", "state_dtype", "kv_memory", "host_memory", "dtype", "weights", "device"),
+    *("model", "kv", "state_dtype", "kv_memory", "host_memory", "kv_store", "kv_store_size"),
+    *("dtype", "weights", "device"),
     *("max_model_len", "extend_context", "cuda_graphs", "warm_up", "max_itl_ms", "tensor_parallel", "num_threads"),
     *("deterministic", "revision"),
 )
@@ -68,6 +69,10 @@ def add_model_arguments(
     if caches_prefixes:
         help = 'memory of the host in which cached prefixes sleep, such as "32GiB" (default: none)'
         group.add_argument("--host-memory", metavar="SIZE", help=help)
+        help = "folder in which cached prefixes outlive the engine (default: none)"
+        group.add_argument("--kv-store", metavar="FOLDER", help=help)
+        help = 'the most that its files may take (default: "20GiB")'
+        group.add_argument("--kv-store-size", metavar="SIZE", help=help)
     group.add_argument("--max-model-len", type=int, metavar="N", help="longest context in tokens")
     group.add_argument(
         "--extend-context",

@@ -277,6 +277,8 @@ class EngineConfig:
     resizable: bool = False
     kv_memory: int | str | float | None = None
     host_memory: int | str | float | None = None
+    kv_store: str | os.PathLike[str] | None = None
+    kv_store_size: int | str | float | None = None
     dtype: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None
@@ -308,6 +310,7 @@ class EngineConfig:
             parse_size(self.kv_memory, field="kv_memory", free=MAX_SIZE)
         if self.host_memory is not None:
             _check_host_memory(self.host_memory, self.prefix_caching)
+        _check_store(self.kv_store, self.kv_store_size, self.prefix_caching)
         for name, (low, high) in _INTEGERS.items():
             _check_int(name, getattr(self, name), low, high)
         if self.max_model_len is not None:
@@ -359,6 +362,18 @@ def _check_host_memory(size: int | str | float, prefix_caching: bool) -> None:
     if prefix_caching is False:
         remedy = "Leave host_memory or prefix_caching out"
         raise ConfigError("is for cached prefixes, and none are cached", field="host_memory", value=size, remedy=remedy)
+
+
+def _check_store(folder: object, size: int | str | float | None, prefix_caching: bool) -> None:
+    if folder is not None and not (isinstance(folder, str | os.PathLike) and isinstance(os.fspath(folder), str)):
+        raise ConfigError("not a folder", field="kv_store", value=folder, remedy="Give a path as a string or a Path")
+    if folder is not None and prefix_caching is False:
+        remedy = "Leave kv_store or prefix_caching out"
+        raise ConfigError("is for cached prefixes, and none are cached", field="kv_store", value=folder, remedy=remedy)
+    if size is not None:
+        if folder is None:
+            raise ConfigError("bounds a KV store", field="kv_store_size", value=size, remedy="Give kv_store, too")
+        parse_size(size, field="kv_store_size", free=MAX_SIZE)
 
 
 def _check_share(field: str, value: object) -> None:

@@ -32,6 +32,8 @@ def check_deterministic(config: EngineConfig, model: ModelConfig, device: torch.
         raise _error("sums over GPUs depend on the number of tokens", "Leave tensor_parallel out")
     if config.host_memory is not None:
         raise _error("cached prefixes come back from host memory as they are", "Leave host_memory out")
+    if config.kv_store is not None:
+        raise _error("cached prefixes come back from files as they are", "Leave kv_store out")
     if config.max_num_batched_tokens < BLOCK_TOKENS:
         message = f"a prompt is computed {BLOCK_TOKENS} tokens at a time"
         raise _error(message, f"Set max_num_batched_tokens to {BLOCK_TOKENS} or more")

@@ -57,6 +57,11 @@ class Engine(Closable):
         fit: a ``Fit``, which chooses ``weights``, ``kv``, ``kv_memory`` and ``max_model_len``; None for none.
         host_memory: bytes of the host, a size such as "32GiB", or a share of what is free there, in which cached
             prefixes and preempted requests sleep while KV memory is short; None for none.
+        kv_store: folder in which cached prefixes outlive the engine, made if it is not there; None for none. They go
+            there by way of ``host_memory``, by default as much as KV memory, at most 4 GiB and a quarter of what is
+            free.
+        kv_store_size: the most that its files may take: bytes, a size, or a share of the disk's free room; None for
+            "20GiB".
         kv_quota: share of KV memory that each tenant may use, in (0, 1]; None for no quotas.
         prefix_caching: keep full blocks for later requests that begin with the same tokens.
         resizable: let ``resize`` change KV memory of a GPU, by cuda-bindings; that of a CPU always can.
@@ -92,6 +97,8 @@ class Engine(Closable):
         state_dtype: str | None = None,
         kv_memory: int | str | float | None = None,
         host_memory: int | str | float | None = None,
+        kv_store: str | PathLike[str] | None = None,
+        kv_store_size: int | str | float | None = None,
         fit: Fit | None = None,
         kv_quota: float | None = None,
         prefix_caching: bool = True,
@@ -120,6 +127,8 @@ class Engine(Closable):
             kv=resolve_kv(kv, state_dtype),
             kv_memory=kv_memory,
             host_memory=host_memory,
+            kv_store=kv_store,
+            kv_store_size=kv_store_size,
             fit=fit,
             kv_quota=kv_quota,
             prefix_caching=prefix_caching,
@@ -287,6 +296,15 @@ class Engine(Closable):
         """Ends a request at any moment with ``finish_reason`` "abort"; an unknown or ended id is ignored."""
         self._loop.check_alive()
         self._loop.abort(check_name("request_id", request_id))
+
+    def done(self, session: str, *, tenant: str = "") -> int:
+        """Ends a conversation: its cached blocks that no other session has make room before all others.
+
+        On host and disk, too. ``session`` and ``tenant`` are those of its requests, whose blocks count once they have
+        ended. Returns the number of pieces, a sink or the tokens of a block; 0 for a session that is not known.
+        """
+        names = check_name("tenant", tenant), check_name("session", session)
+        return self._loop.call(lambda: self._alive.core.space.done(*names))
 
     def stats(self) -> EngineStats:
         """A snapshot of load, memory and counters."""

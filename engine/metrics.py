@@ -62,6 +62,15 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
         host_bytes_written, host_bytes_fetched, host_bytes_dropped: copied there, copied back, and given up for others.
         host_fetched_tokens: of prefixes that came back; where layers have different windows, in those that see the
             most.
+
+    KV store
+        store_bytes_total: the most that its files may take; 0 without ``kv_store``.
+        store_bytes_used, store_pieces: of its files now, those of other models included, and pieces of prefixes of
+            this one.
+        store_bytes_written, store_bytes_read: since the engine started, headers and padding counted as they are
+            written.
+        store_hit_tokens: of prefixes that were read into host memory.
+        store_dropped, store_failed: pieces that were not written, for lack of time or room, and that could not be read.
     """
 
     time: float
@@ -115,6 +124,14 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     host_bytes_fetched: int = 0
     host_bytes_dropped: int = 0
     host_fetched_tokens: int = 0
+    store_bytes_total: int = 0
+    store_bytes_used: int = 0
+    store_pieces: int = 0
+    store_bytes_written: int = 0
+    store_bytes_read: int = 0
+    store_hit_tokens: int = 0
+    store_dropped: int = 0
+    store_failed: int = 0
 
     @property
     def kv_share(self) -> float:

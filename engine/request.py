@@ -106,6 +106,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         kv_pinned: its KV never steps down.
         tenant: name of the customer it counts for; blocks of the tenant that needs room step down before others'.
         cache_salt: requests share cached prefixes only under equal salts.
+        retain: time after its end, in seconds or as "10min" or "24h", up to 30 days, for which its cached blocks make
+            room after those of others; None for none. At most half of KV memory is retained, and a tenant's share.
+        session: name of the conversation that it belongs to, which ``Engine.done`` ends; "" for none.
 
     Order
         priority: an integer; requests with lower numbers are admitted and computed first, and others give way to them
@@ -146,6 +149,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     kv_pinned: bool = False
     tenant: str = ""
     cache_salt: str = ""
+    retain: str | float | None = None
+    session: str = ""
     priority: int = 0
 
     @property
@@ -154,9 +159,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stop_strings(self) -> list[str]:
-        if self.stop is None:
-            return []
-        return [self.stop] if isinstance(self.stop, str) else self.stop
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
 class Logprob(msgspec.Struct, frozen=True):
@@ -241,11 +244,13 @@ class KVUsage(msgspec.Struct, frozen=True):
         lowest_bits: fewest bits a code of any of its tokens; None if nothing was computed.
         cached_tokens: number of tokens found in the prefix cache by their rung then, such as {"dense16": 32, "int4":
             512}; where layers have different windows, in those that see the most.
+        stored_tokens: number of tokens that were read from the KV store for it.
     """
 
     blocks: dict[str, int] = {}
     lowest_bits: float | None = None
     cached_tokens: dict[str, int] = {}
+    stored_tokens: int = 0
 
 
 class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
@@ -262,8 +267,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
         finished: nothing more will come.
         metrics: ``RequestMetrics``.
         num_cached_tokens: prompt tokens whose KV was found in the prefix cache.
-        prompt_logprobs: for each prompt token, None for the first, a dict from token ids to ``Logprob``; None unless
-            asked for.
+        prompt_logprobs: for each prompt token but the first a dict from token ids to ``Logprob``; None unless asked.
         kv: ``KVUsage``, once it has finished.
         error: why it ended with ``finish_reason`` "error".
         error_field: parameter at fault, such as "structured_outputs" for a grammar beyond the library's limits; None
@@ -310,9 +314,8 @@ class RequestOutput(msgspec.Struct, kw_only=True, gc=False):
 
     def __repr__(self) -> str:
         """One line: the whole text and all times would fill a screen."""
-        num_tokens = sum(len(output.token_ids) for output in self.outputs)
-        state = self.error or self.finish_reason or "running"
-        text = f"{self.text[:60]}..." if len(self.text) > 60 else self.text
+        num_tokens, state = sum(len(o.token_ids) for o in self.outputs), self.error or self.finish_reason or "running"
+        text = f"{self.text[:60]}{'...' * (len(self.text) > 60)}"
         return f"<RequestOutput {self.request_id}: {num_tokens} tokens, {state}: {text!r}>"
 
 
@@ -357,6 +360,8 @@ class Request:
     next_checkpoint_at: int = sys.maxsize  # computed tokens at which a copy of its states is kept; by KV memory, too
     next_passed_at: int = sys.maxsize  # computed tokens at which blocks pass out of sight; kept by KV memory, too
     num_fetched_pieces: int = 0  # leading ones that came from the host while it waits; kept by KV memory, too
+    num_read_pieces: int = 0  # leading ones that were looked for on the disk meanwhile
+    num_stored_tokens: int = 0  # that were read from the disk for it
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # computed ones that were found in the prefix cache
     cached_tokens: dict[str, int] = field(default_factory=dict)  # the same by the rung that they stood on then

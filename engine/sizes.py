@@ -15,6 +15,9 @@ _UNITS: dict[str, int] = {"": 1, "B": 1} | {
     for power, letter in enumerate("KMGT", 1)
     for name, base in ((letter, 1024), (f"{letter}I", 1024), (f"{letter}IB", 1024), (f"{letter}B", 1000))
 }
+_SECONDS = {"": 1, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
+_TIME = re.compile(r"\s*([0-9]{1,9}(?:\.[0-9]{0,9})?)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
+MAX_SECONDS = 30 * 86_400
 _SIZE_REMEDY = 'Give bytes, a size such as "20GiB", or a share of free memory such as 0.5 or "50%"'
 _SIZE = re.compile(r"\s*([0-9]{1,19}(?:\.[0-9]{0,19})?|\.[0-9]{1,19})\s*(%|[a-z]*)\s*", re.IGNORECASE | re.ASCII)
 
@@ -43,6 +46,21 @@ def parse_size(size: int | str | float, *, field: str, free: int | None) -> int:
     if number > MAX_SIZE:
         raise ConfigError("more than any machine has", field=field, value=size, remedy=_SIZE_REMEDY)
     return number
+
+
+def parse_seconds(value: object) -> float | None:
+    """Seconds named by a number, or by a text such as "90s", "10min", "24h" or "7d"; at most 30 days.
+
+    None for anything else.
+    """
+    if isinstance(value, str):
+        match = _TIME.fullmatch(value)
+        if match is None or match[2].lower() not in _SECONDS:
+            return None
+        value = float(match[1]) * _SECONDS[match[2].lower()]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_SECONDS:
+        return None
+    return float(value)
 
 
 def _parse_words(text: str, field: str) -> int | float:

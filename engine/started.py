@@ -15,6 +15,7 @@ from .request import SamplingParams
 from .text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from .device.host_disk import HostDisk
     from .parallel.worker_group import WorkerGroup
     from .serving.core import EngineCore
     from .sleeping import Waker
@@ -36,6 +37,7 @@ class Started:
     threads: ThreadChoice  # CPU threads of the engine's own thread
     summary: list[str]
     waker: Waker
+    disk: HostDisk | None = None  # the KV store behind host memory
     workers: WorkerGroup | None = None  # the other ranks under tensor parallelism
 
     @property

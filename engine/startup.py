@@ -20,15 +20,17 @@ from .device.backend import StepLimits
 from .device.cache import KVCache
 from .device.cpu.thread_choice import ThreadChoice
 from .device.gpu.warm_up import warm_up
+from .device.host_disk import HostDisk
 from .device.host_memory import allocate_host
 from .device.layouts import Ladder
 from .device.logits import CausalLM
 from .device.memory import check_free, default_kv_memory, free_memory
 from .device.runner import Runner
+from .disk_tier import check_store, default_host_nbytes, describe, make_namespace, open_disk
 from .errors import CapacityError, ConfigError
 from .kv.host_tier import HostTier
 from .kv.manager import KVManager
-from .kv.prefix import PrefixCache
+from .kv.prefix import PrefixCache, make_hints
 from .kv.slabs import MAX_SLAB_BLOCKS
 from .kv.table_rows import TableLayout
 from .loading import enough_memory, find_source, load, make_backend, rank_ladder, resolve_device, step_threads
@@ -94,14 +96,21 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
         check_ladder(ladder)
     cache = KVCache(ladder, _kv_bytes(config, ladder, limit, device), device, limit, resizable=config.resizable)
     max_model_len = _fit_model_len(config, limit, cache)
+    check_store(config, ladder)
     host_nbytes = _host_nbytes(config, cache, ranks.size)
     host = allocate_host(host_nbytes, device) if host_nbytes else None
 
-    model_name = loaded.name
+    model_name = name_of_keys = loaded.name
+    disk: HostDisk | None = None
+    if config.kv_store is not None and host is not None:
+        namespace = make_namespace(config, loaded, ladder, dtype)
+        disk, name_of_keys = open_disk(config, namespace, host), namespace.digest().hex()
 
     def make_space() -> KVManager:  # lives as long as the engine, so it must not refer to the model
-        tier = HostTier(ladder.spec, host_nbytes, cache.arena.slab_nbytes) if host_nbytes else None
-        prefix = PrefixCache(cache.tables, model_name, tier) if config.prefix_caching else None
+        is_free = disk is None or disk.settle()
+        tier = HostTier(ladder.spec, host_nbytes, cache.arena.slab_nbytes) if host_nbytes and is_free else None
+        hints = make_hints(cache.tables, tier, config.kv_quota)
+        prefix = PrefixCache(cache.tables, name_of_keys, tier, disk, hints=hints) if config.prefix_caching else None
         return KVManager(cache.tables, prefix, config.kv_quota, deterministic=config.deterministic)
 
     name = "demo" if config.model is None else model_name
@@ -135,8 +144,11 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
         make_space,
         runs_ahead=device.type == "cuda",
         basis_watch=basis_watch,
+        disk=disk,
     )
     summary = _summarize(name, device, dtype, cache, max_model_len, host_nbytes, ranks.size)
+    if disk is not None:
+        summary.append(describe(config, disk))
     if captured is not None:
         summary.append(
             f"{captured.number} steps captured in {captured.seconds:.1f} s, {format_size(captured.nbytes)} of memory"
@@ -159,6 +171,7 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
         threads,
         summary,
         _waker(config, device, layout, limits, loaded.folder),
+        disk,
         workers,
     )
 
@@ -223,7 +236,7 @@ def _host_nbytes(config: EngineConfig, cache: KVCache, num_ranks: int) -> int:
     Raises ``CapacityError``, and ``ConfigError`` for a ladder whose blocks are never shared, or for states.
     """
     size, host = config.host_memory, torch.device("cpu")
-    if size is None:
+    if size is None and config.kv_store is None:
         return 0
     if not cache.ladder.spec.can_share:
         message, remedy = f"is for cached prefixes, and {cache.ladder.name} caches none", "Leave host_memory or kv out"
@@ -232,6 +245,8 @@ def _host_nbytes(config: EngineConfig, cache: KVCache, num_ranks: int) -> int:
         message, remedy = "is for blocks alone, and prefixes of this model need states, too", "Leave host_memory out"
         raise ConfigError(message, field="host_memory", value=size, remedy=remedy)
     free = free_memory(host) - (cache.nbytes * num_ranks if cache.memory.is_cpu else 0)  # not touched so far
+    if size is None:
+        size = max(cache.arena.slab_nbytes, default_host_nbytes(free, cache.nbytes))
     nbytes = parse_size(size, field="host_memory", free=max(1, free))
     check_free(nbytes, free, host, field="host_memory", value=size)
     least = cache.arena.slab_nbytes * num_ranks

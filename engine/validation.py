@@ -12,6 +12,7 @@ import msgspec
 
 from .errors import ModelError, RequestError
 from .request import RequestOutputKind, SamplingParams, StructuredOutputs
+from .sizes import parse_seconds
 
 if TYPE_CHECKING:
     from .text.tokenizer import Tokenizer
@@ -91,10 +92,10 @@ def validate_params(params: object, *, vocab_size: int) -> SamplingParams:
         remedy = "Use SamplingParams(**options)" if isinstance(params, dict) else None
         raise RequestError("expected SamplingParams", field="params", value=params, remedy=remedy)
     fields: dict[str, Any] = {name: _number(name, getattr(params, name), bounds) for name, bounds in BOUNDS.items()}
-    for name in FLAGS:
-        fields[name] = check_flag(name, getattr(params, name))
-    for name in ("tenant", "cache_salt"):
+    fields |= {name: check_flag(name, getattr(params, name)) for name in FLAGS}
+    for name in ("tenant", "cache_salt", "session"):
         fields[name] = check_name(name, getattr(params, name))
+    fields["retain"] = None if params.retain is None else _seconds("retain", params.retain)
     fields["kv_floor"] = None if params.kv_floor is None else check_name("kv_floor", params.kv_floor)
     fields["output_kind"] = _output_kind(params.output_kind)
     fields["top_k"] = max(fields["top_k"], 0)
@@ -122,6 +123,12 @@ def check_flag(name: str, value: object) -> bool:
     if value is not True and value is not False:
         raise RequestError("must be True or False", field=name, value=value)
     return value
+
+
+def _seconds(name: str, value: object) -> float:
+    if (seconds := parse_seconds(value)) is not None:
+        return seconds
+    raise RequestError("not a time", field=name, value=value, remedy='Give seconds, or "10min"; at most 30 days')
 
 
 def _output_kind(value: object) -> RequestOutputKind:

@@ -169,7 +169,7 @@ class Scheduler:
                 del self.requests[request.request_id]
             else:
                 request.status, request.num_computed_tokens = RequestStatus.WAITING, 0
-                request.num_fetched_pieces = 0
+                request.num_fetched_pieces = request.num_read_pieces = 0
                 request.num_tokens = len(request.token_ids)
                 request.finish_reason = request.error = None  # it was about to end
                 self.waiting.add(request)
@@ -320,7 +320,7 @@ class Scheduler:
         self.pressure.left(request)
         self._over_quota.discard(request.params.tenant)
         request.num_computed_tokens = 0
-        request.num_fetched_pieces = 0
+        request.num_fetched_pieces = request.num_read_pieces = 0
         request.status = RequestStatus.WAITING
         self.waiting.add(request)
         return parked

@@ -92,10 +92,14 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
     cache_salt: str | None = None
     priority: int | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     return_token_ids: bool | None = None
     # the engine's own
     kv_floor: str | None = None
     kv_pinned: bool | None = None
+    retain: str | float | None = None
+    session: str | None = None
     # refused where they ask for something
     suffix: str | None = None
     best_of: int | None = None
@@ -112,11 +116,17 @@ class GenerationBody(msgspec.Struct, kw_only=True):
             if self.structured_outputs is not None:
                 raise ApiError(400, "give one form, this or response_format", param="structured_outputs")
             given["structured_outputs"] = structured
+        if self.session is None and self.prompt_cache_key is not None:
+            given["session"] = self.prompt_cache_key
+        if self.retain is None and self.prompt_cache_retention == "24h":
+            given["retain"] = self.prompt_cache_retention
         return given | self._own_changes()
 
     def renamed(self) -> dict[str, str]:
         """Fields of the body by the name of the sampling parameter that they gave, where the two differ."""
         names = {"max_model_len": self.prompt_field}
+        if self.session is None:
+            names["session"] = "prompt_cache_key"
         if self.structured_outputs is None:
             schema = "response_format.json_schema.schema"
             names |= {"structured_outputs": "response_format", "structured_outputs.json": schema}

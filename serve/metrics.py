@@ -157,6 +157,9 @@ def _gauges(stats: EngineStats) -> list[tuple[str, str, float]]:
         ("host_used_bytes", "host memory of cached prefixes", stats.host_bytes_used),
         ("host_peak_bytes", "most host memory in use at one moment", stats.host_bytes_peak),
         ("host_blocks", "blocks of cached prefixes in host memory", stats.host_blocks),
+        ("store_capacity_bytes", "most that files of the KV store may take", stats.store_bytes_total),
+        ("store_used_bytes", "files of the KV store", stats.store_bytes_used),
+        ("store_pieces", "pieces of prefixes of this model in the KV store", stats.store_pieces),
         *(("kv_basis_miss", "energy of a plan's last coded channels over the calibrated", value) for value in miss),
     ]
 
@@ -174,5 +177,10 @@ def _counters(stats: EngineStats) -> list[tuple[str, str, float]]:
         ("host_fetched_bytes", "bytes of blocks copied back", stats.host_bytes_fetched),
         ("host_dropped_bytes", "bytes of blocks that host memory gave up for others", stats.host_bytes_dropped),
         ("host_fetched_tokens", "tokens of prefixes that came back from host memory", stats.host_fetched_tokens),
+        ("store_written_bytes", "bytes written to the KV store", stats.store_bytes_written),
+        ("store_read_bytes", "bytes of blocks read from the KV store", stats.store_bytes_read),
+        ("store_hit_tokens", "tokens of prefixes read from the KV store", stats.store_hit_tokens),
+        ("store_dropped_pieces", "pieces that were not written to the KV store", stats.store_dropped),
+        ("store_failed_pieces", "pieces that could not be read from the KV store", stats.store_failed),
         ("engine_steps", "steps launched", stats.num_steps),
     ]

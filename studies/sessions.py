@@ -25,6 +25,7 @@ from qkv_engine.kv.moves import take_moves
 from qkv_engine.kv.prefix import PrefixCache
 from qkv_engine.kv.slabs import make_tables
 from qkv_engine.kv.spec import GroupSpec, KVSpec, RequestSlot, RungSize
+from qkv_engine.kv.table import BlockTables
 from qkv_engine.request import FinishReason, Request, SamplingParams
 from qkv_engine.scheduler import Scheduler
 from qkv_engine.window import RecentWindow
@@ -166,15 +167,19 @@ class Run:
         load, self.rng = self.load, random.Random(self.seed)
         spec = make_spec(load.window, load.states)
         tables = make_tables(spec, round(load.memory_for * sum(dense_nbytes(g, load.longest) for g in spec.groups)))
-        arena = tables.arena
-        self.tier = HostTier(spec, HOST_MEMORY * arena.nbytes, arena.slab_nbytes) if self.policy == HOSTED else None
-        policy = policies(load)[self.policy]
-        self.space = policy(tables, PrefixCache(tables, "model", self.tier))
+        self.space = self.make_space(tables)
         self.scheduler = Scheduler(self.space, max_num_seqs=64, max_num_batched_tokens=BUDGET)
         self.asked: dict[str, Conversation] = {}  # by request, while it is answered
         self.step = 0
         system = self._tokens(load.system)
         self.conversations = [self._begin(index, system) for index in range(load.conversations)]
+
+    def make_space(self, tables: BlockTables) -> KVManager:
+        """The books of the policy over ``tables``."""
+        arena = tables.arena
+        is_hosted, nbytes = self.policy == HOSTED, HOST_MEMORY * arena.nbytes
+        self.tier = HostTier(tables.spec, nbytes, arena.slab_nbytes) if is_hosted else None
+        return policies(self.load)[self.policy](tables, PrefixCache(tables, "model", self.tier))
 
     def _begin(self, index: int, system: list[int]) -> Conversation:
         load = self.load

@@ -36,7 +36,7 @@ ROOMS: tuple[str, ...] = (
     "parallel",
     "started",
     "serving",
-    "sleeping startup measured_loss fit intake progress_bar resizing request_stream engine",
+    "sleeping disk_tier startup measured_loss fit intake progress_bar resizing request_stream engine",
     "planner",
     "bench",
     "serve",

@@ -85,6 +85,9 @@ def print_kv(console: Console, stats: EngineStats, last: Turn | None) -> None:
     if stats.host_bytes_total:
         used = f"{format_size(stats.host_bytes_used)} of {format_size(stats.host_bytes_total)}"
         rows["host memory"] = f"{used} in use, {stats.host_fetched_tokens:,} tokens came back"
+    if stats.store_bytes_total:
+        used = f"{format_size(stats.store_bytes_used)} of {format_size(stats.store_bytes_total)}"
+        rows["KV store"] = f"{used} in use, {stats.store_hit_tokens:,} tokens came from there"
     if stats.basis_miss is not None:
         rows["basis miss"] = f"{stats.basis_miss:.2f} times the energy of calibration"
     if last is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from .arena import Slot
 from .bank import Bank, Centres, Mining
@@ -12,6 +13,13 @@ from .bank import Bank, Centres, Mining
 def slot_rung(index: int) -> int:
     """The rung of slot ``index`` of a request, below all of the ladder's; the function is its own inverse."""
     return -1 - index
+
+
+class Standing(Protocol):
+    """What stands on a rung: a block, or a copy of one."""
+
+    @property
+    def rung(self) -> int: ...
 
 
 @dataclass(slots=True, eq=False)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from .block import Block, slot_rung
 from .borders import Borders
+from .hints import Hints
 from .table import BlockTables
 
 
@@ -49,11 +50,11 @@ class _Course:
 class Checkpoints:
     """The checkpoints of a prefix cache by key, the least recently used first; none for layers without states.
 
-    ``serials``: those of idle blocks.
+    ``serials``: those of idle blocks. ``hints``: of how long pieces, and the checkpoints behind them, are of use.
     """
 
-    def __init__(self, tables: BlockTables, serials: Iterator[int]):
-        self._tables, self._serials = tables, serials
+    def __init__(self, tables: BlockTables, serials: Iterator[int], hints: Hints):
+        self._tables, self._serials, self._hints = tables, serials, hints
         self.is_needed = tables.spec.has_states
         self._group = next((group for group in tables.groups if group.spec.num_states), tables.main)
         slots = self._group.spec.slots
@@ -185,8 +186,9 @@ class Checkpoints:
     # ---- giving up
 
     def oldest(self) -> StateCheckpoint | None:
-        """The least recently used checkpoint on which no request is about to begin."""
-        return next((checkpoint for checkpoint in self._found.values() if not checkpoint.is_held), None)
+        """Of those on which no request is about to begin the first to make room: by its hints, then its last use."""
+        free = (checkpoint for checkpoint in self._found.values() if not checkpoint.is_held)
+        return min(free, key=lambda checkpoint: self._hints.rank(checkpoint.key), default=None)
 
     def remove(self, checkpoint: StateCheckpoint) -> None:
         """Takes a checkpoint out."""

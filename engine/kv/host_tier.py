@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import lcm
 
 from .arena import Arena, Slot
 from .block import Block
+from .hints import RETAINED, Hints
 from .host_piece import Copies, Fetch, HostBlock, HostPiece, HostStats
 from .moves import HostCopy
 from .spec import KVSpec
@@ -29,12 +30,17 @@ class HostTier:
         align = lcm(*(group.align for group in spec.groups))
         self.spec = spec
         self.arena = Arena(nbytes - nbytes % align, slab_nbytes, block_nbytes=spec.main.widest.nbytes)
+        self.hints = Hints(0, 0)  # of how long pieces are of use, those of the prefix cache
         self.num_commands = 0  # that were taken
+        self.num_ended = 0  # leading ones of them whose copies are known to be over
+        self.unsaved: dict[bytes, None] | None = None  # keys of pieces with new copies, if anybody asks
         self._main = spec.groups.index(spec.main)
         self._pieces: OrderedDict[bytes, HostPiece] = OrderedDict()  # by key, the least recently used first
         self._unsure: dict[HostBlock, HostPiece] = {}  # copies whose sources are remembered
         self._busy: dict[Slot, int] = {}  # slots in copies that may be under way, with the number of their command
-        self._leaving: list[Slot] = []  # busy ones that are to be freed
+        self._held: set[Slot] = set()  # slots that the disk reads or writes
+        self._coming: dict[bytes, HostPiece] = {}  # pieces that the disk is to bring, by key
+        self._leaving: list[Slot] = []  # busy or held ones that are to be freed
         self._outs: dict[int, list[HostCopy]] = {}
         self._writes: dict[HostBlock, HostPiece] = {}  # noted, and not taken yet
         self._fetches: dict[HostBlock, Fetch] = {}  # that have not landed
@@ -47,7 +53,7 @@ class HostTier:
 
     def stats(self) -> HostStats:
         """Bytes in use, and what has moved since the counters were reset."""
-        number, moved = sum(self.arena.live.values()) - len(self._leaving), self._moved
+        number, moved = sum(1 for piece in self._pieces.values() for _ in piece.held()), self._moved
         return HostStats(
             self.arena.nbytes, self.arena.used_nbytes, number, moved["out"], moved["written"], moved["fetched"],
             moved["dropped"], dict(self._fetched_tokens),
@@ -66,9 +72,17 @@ class HostTier:
         copy = None if piece is None else piece.blocks[group]
         return copy is not None and copy.rung <= rung
 
+    def piece(self, key: bytes) -> HostPiece | None:
+        """The piece of that key."""
+        return self._pieces.get(key)
+
     def is_coming(self, copy: HostBlock) -> bool:
         """Whether a block is filled from ``copy`` that has not landed."""
         return copy in self._fetches
+
+    def is_there(self, copy: HostBlock) -> bool:
+        """Whether the bytes of ``copy`` lie in host memory for anybody to read, and are known to be good."""
+        return copy.source is None and copy.command <= self.num_ended
 
     def touch(self, keys: Collection[bytes]) -> None:
         """Notes that the pieces of these keys, in the order of their tokens, are used."""
@@ -123,8 +137,9 @@ class HostTier:
         outs, self._outs = self._outs, {}
         written, fetched = list[HostCopy](), list[HostCopy]()
         for copy, piece in list(self._writes.items()):
-            if copy.source is not None and copy.source.slot.alive:
-                self._note(written, copy.source, copy)
+            source = copy.source
+            if source is not None and source.slot.alive and source.rung == copy.rung:
+                self._note(written, source, copy)
             else:
                 self._remove(piece, copy)
         self._writes.clear()
@@ -155,6 +170,76 @@ class HostTier:
             del self._unsure[copy]
             copy.source = None
 
+    def ended(self, command: int) -> None:
+        """Notes that all copies of commands up to this one are over."""
+        self.num_ended = max(self.num_ended, command)
+
+    # ---- the disk
+
+    def hold(self, slots: Iterable[Slot]) -> None:
+        """Keeps ``slots`` for the disk, which reads them, until ``let_go``."""
+        self._held.update(slots)
+
+    def let_go(self, slots: Iterable[Slot]) -> None:
+        """Notes that the disk is done with ``slots``."""
+        self._held.difference_update(slots)
+
+    def coming(self, key: bytes) -> HostPiece | None:
+        """The piece of that key that the disk is to bring."""
+        return self._coming.get(key)
+
+    def receive(self, key: bytes, parent: bytes, tokens: array[int], rungs: Mapping[int, int]) -> HostPiece | None:
+        """Places for copies of a piece on these rungs by group, which the disk is to bring; None: there is no room.
+
+        Nobody finds them before ``land``. Copies of earlier commands may be under way there until those have ended.
+        """
+        own = self._pieces.get(key)
+        if own is None:
+            self._pieces[key] = HostPiece(key, parent, tokens, [None] * len(self.spec.groups))
+        elif own.tokens != tokens:
+            return None
+        self._use(key)
+        found = HostPiece(key, parent, tokens, [None] * len(self.spec.groups))
+        for group, rung in rungs.items():
+            slot = self._allocate(self.spec.groups[group].nbytes(rung), key)
+            if slot is None:
+                break
+            found.blocks[group] = HostBlock(slot, group, rung, 0, None)
+        if own is None:
+            del self._pieces[key]
+        if sum(1 for _ in found.held()) < len(rungs):
+            for copy in found.held():
+                self.arena.release(copy.slot)
+            return None
+        self.hold(copy.slot for copy in found.held())
+        self._coming[key] = found
+        return found
+
+    def land(self, coming: HostPiece, is_good: bool) -> bool:
+        """Files what the disk brought, where it is worth more than what is kept; whether anybody still asks for it."""
+        key = coming.key
+        self.let_go(copy.slot for copy in coming.held())
+        is_asked = self._coming.get(key) is coming
+        if is_asked:
+            del self._coming[key]
+        own = self._pieces.get(key)
+        if not (is_asked and is_good) or (own is not None and own.tokens != coming.tokens):
+            for copy in coming.held():
+                self._release(copy.slot)
+            return is_asked and is_good
+        if own is None:
+            own = self._pieces[key] = HostPiece(key, coming.parent, coming.tokens, [None] * len(coming.blocks))
+        self._use(key)
+        for copy in coming.held():
+            before = own.blocks[copy.group]
+            if before is not None and before.rung <= copy.rung:
+                self._release(copy.slot)
+                continue
+            if before is not None:
+                self._forget(before)
+            own.blocks[copy.group] = copy
+        return True
+
     # ---- taking out
 
     def distrust(self, blocks: Collection[Block]) -> None:
@@ -163,7 +248,8 @@ class HostTier:
             self._remove(piece, copy)
 
     def purge(self, key: bytes) -> None:
-        """Takes out the piece of that key."""
+        """Takes out the piece of that key, and does not take it from the disk."""
+        self._coming.pop(key, None)
         piece = self._pieces.get(key)
         if piece is not None:
             self._remove_all(piece)
@@ -172,6 +258,7 @@ class HostTier:
         """Takes out everything; returns the blocks for which bytes were on their way."""
         for piece in list(self._pieces.values()):
             self._remove_all(piece)
+        self._coming.clear()
         fetches, self._fetches = self._fetches, {}
         return [fetch.block for fetch in fetches.values()]
 
@@ -192,6 +279,9 @@ class HostTier:
             copy = HostBlock(slot, block.group, block.rung, self.num_commands + 1, block)
             piece.blocks[block.group] = copy
             self._unsure[copy] = piece
+            if self.unsaved is not None:
+                self.unsaved.pop(key, None)
+                self.unsaved[key] = None
             return copy
         if not any(piece.blocks):
             del self._pieces[key]
@@ -214,13 +304,28 @@ class HostTier:
         return slot
 
     def _oldest(self, key: bytes) -> HostPiece | None:
-        """The least recently used piece that can be given up at once, if it comes before that of ``key``."""
+        """The piece that is given up next of those that can be at once, if it comes before that of ``key``.
+
+        One that is done, or else the least recently used one; retained ones come last.
+        """
+        for done in self.hints.done_keys():
+            piece = self._pieces.get(done)
+            if piece is not None and done != key and not any(map(self._is_used, piece.held())):
+                return piece
+        retained = None
         for piece in self._pieces.values():
             if piece.key == key:
-                return None
-            if not any(copy.slot in self._busy or copy in self._writes for copy in piece.held()):
+                break
+            if any(map(self._is_used, piece.held())):
+                continue
+            if self.hints.rank(piece.key) != RETAINED:
                 return piece
-        return None
+            retained = retained or piece
+        return retained if self.hints.rank(key) == RETAINED else None
+
+    def _is_used(self, copy: HostBlock) -> bool:
+        """Whether a command, the next one included, or the disk reads or writes ``copy``."""
+        return copy.slot in self._busy or copy.slot in self._held or copy in self._writes
 
     def _remove_all(self, piece: HostPiece) -> None:
         for copy in list(piece.held()):
@@ -234,13 +339,13 @@ class HostTier:
             del self._pieces[piece.key]
 
     def _forget(self, copy: HostBlock) -> None:
-        """Frees the slot of a copy as soon as no command needs it."""
+        """Frees the slot of a copy as soon as no command and no disk needs it."""
         self._unsure.pop(copy, None)
         self._writes.pop(copy, None)
         self._release(copy.slot)
 
     def _release(self, slot: Slot) -> None:
-        if slot in self._busy:
+        if slot in self._busy or slot in self._held:
             self._leaving.append(slot)
         else:
             self.arena.release(slot)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from ..request import Request
 from .block import Block
+from .disk import Disk
+from .disk_traffic import DiskTraffic, PromptPiece
 from .fetching import Fetching, Missing
 from .host_piece import HostBlock, HostPiece
 from .host_tier import HostTier
@@ -23,18 +25,30 @@ if TYPE_CHECKING:
 
 
 class HostTraffic:
-    """Notes copies between the blocks of ``prefix`` and ``tier``; owned by the prefix cache."""
+    """Notes copies between the blocks of ``prefix`` and ``tier``; owned by the prefix cache.
 
-    def __init__(self, prefix: PrefixCache, tables: BlockTables, tier: HostTier):
+    ``disk``: where the tier's copies are saved; None if they are not.
+    """
+
+    def __init__(self, prefix: PrefixCache, tables: BlockTables, tier: HostTier, disk: Disk | None = None):
         self.tier = tier
+        self.disk = None if disk is None else DiskTraffic(prefix, tier, disk)
         self._prefix, self._tables = prefix, tables
         self._nbytes_left: int | None = None  # of the copies beside this step; None: any number
         self._has_copied = False  # whether any were noted in this step
         prefix.idle.watch_settled()
 
+    def reset_counters(self) -> None:
+        """Counts bytes and tokens anew."""
+        self.tier.reset_counters()
+        if self.disk is not None:
+            self.disk.reset_counters()
+
     def begin_step(self, nbytes: int | None) -> None:
         """Files the blocks that have come since the last step; ``nbytes`` may be copied beside the next one."""
         self._nbytes_left, self._has_copied = nbytes, False
+        if self.disk is not None:
+            self.disk.begin_step()
         landed = self.tier.begin_step()
         for block, piece, copy, _ in landed:
             if self.tier.is_kept(piece, copy):
@@ -72,8 +86,23 @@ class HostTraffic:
         """Notes that ``blocks`` stepped down."""
         self._prefix.idle.file_settled(blocks)
 
+    def filed(self, key: bytes) -> None:
+        """Notes that blocks of a piece were cached."""
+        if self.disk is not None:
+            self.disk.filed(key)
+
     def write_ahead(self) -> None:
-        """Copies blocks that are idle and can step down no more, those that are so for longest first."""
+        """Copies blocks that are idle and can step down no more, those that are so for longest first.
+
+        Then copies that are there go to the disk, and while nothing runs all idle blocks are copied for that.
+        """
+        self._write_settled()
+        if self.disk is not None:
+            self.disk.save()
+            if self._nbytes_left is None:
+                self.disk.copy_idle()
+
+    def _write_settled(self) -> None:
         idle, tier = self._prefix.idle, self.tier
         while (block := idle.next_settled()) is not None:
             entry = self._prefix.entry_of(block)
@@ -98,22 +127,24 @@ class HostTraffic:
     def begin_fetching(self, request: Request) -> Fetching | None:
         """The pieces that a waiting request can use from the host, behind those that were fetched for it before.
 
-        A piece is taken from KV memory where it can serve from there. None if the host has nothing that is missing.
+        A piece is taken from KV memory where it can serve from there. None if the host has nothing that is missing, and
+        the disk brings nothing.
         """
         prefix, tier, num_tokens = self._prefix, self.tier, request.num_tokens
         limits = prefix.limits(num_tokens, request.floor)
-        keys, pieces, found = list[bytes](), list[HostPiece | None](), list[list[Block | HostBlock | None]]()
-        for key, _, tokens in prefix.pieces(request.token_ids, request.params.cache_salt, num_tokens - 1):
-            index, piece, blocks = len(keys), tier.find(key, tokens), prefix.cached(key, tokens)
+        places, pieces, found = list[PromptPiece](), list[HostPiece | None](), list[list[Block | HostBlock | None]]()
+        for key, parent, tokens in prefix.pieces(request.token_ids, request.params.cache_salt, num_tokens - 1):
+            index, piece, blocks = len(places), tier.find(key, tokens), prefix.cached(key, tokens)
             rungs = [narrowest if index < number else 0 for narrowest, number in limits]
             is_new = index >= request.num_fetched_pieces
             copies = [None] * len(rungs) if piece is None else piece.blocks
             found.append([self._choose(*each, is_new) for each in zip(blocks, copies, rungs, strict=True)])
-            keys.append(key)
+            places.append(PromptPiece(key, parent, tokens))
             pieces.append(piece)
         number = len(prefix.longest(found, num_tokens, request.floor))
-        tier.touch(keys[:number])
-        return self._fetching(request, pieces[:number], found[:number])
+        tier.touch([place.key for place in places[:number]])
+        is_read = self.disk is not None and self.disk.read(request, places, found)
+        return self._fetching(request, pieces[:number], found[:number], is_read)
 
     def _choose(
         self, block: Block | None, copy: HostBlock | None, narrowest: int, is_new: bool
@@ -131,13 +162,12 @@ class HostTraffic:
         request: Request,
         pieces: Sequence[HostPiece | None],
         found: Sequence[Sequence[Block | HostBlock | None]],
+        is_coming: bool,
     ) -> Fetching | None:
-        """What is missing of these pieces."""
-        if not pieces:
-            return None
+        """What is missing of these pieces. ``is_coming``: the request waits for others in any case."""
         missing: dict[int, list[HostBlock]] = {}
-        held, is_coming = list[Block](), False
-        for group, in_sight in enumerate(self._prefix.in_sight(len(pieces))):
+        held = list[Block]()
+        for group, in_sight in enumerate(self._prefix.in_sight(len(pieces)) if pieces else ()):
             for index in in_sight:
                 block = found[index][group]
                 if isinstance(block, Block):
@@ -157,6 +187,8 @@ class HostTraffic:
         """Takes out the copies of ``blocks``, and of those of ``entries``, whose values are not trusted."""
         for entry in entries:
             self.tier.purge(entry.key)
+            if self.disk is not None:
+                self.disk.forget(entry.key)
         self.tier.distrust(blocks)
 
     def clear(self) -> None:

@@ -15,6 +15,7 @@ from itertools import count
 from typing import NamedTuple
 
 from .block import Block
+from .hints import DONE, PLAIN, Hints
 from .spec import GroupSpec
 
 
@@ -35,20 +36,20 @@ class Entry:
 class Exit(NamedTuple):
     """What can be given up: an ``entry`` as a whole, or its block in the group with a ``window`` of that index.
 
-    ``is_inner``: cached blocks follow, which would be lost. ``since``: as of its block.
+    ``order``: the rank of its hints, and whether cached blocks follow, which would be lost. ``since``: as of its block.
     """
 
     entry: Entry
     window: int | None
-    is_inner: bool
+    order: tuple[int, bool]
     since: int
 
 
 class IdleBlocks:
     """The blocks of a prefix cache that the cache alone owns, by rung and age.
 
-    ``entries`` and ``children``, the numbers of entries that follow, by key; ``cached``: the entry of each block. All
-    three are the cache's own.
+    ``entries`` and ``children``, the numbers of entries that follow, by key; ``cached``: the entry of each block;
+    ``hints``: of how long they are of use. All four are the cache's own.
     """
 
     def __init__(
@@ -57,14 +58,16 @@ class IdleBlocks:
         entries: Mapping[bytes, Entry],
         children: Mapping[bytes, int],
         cached: Mapping[Block, Entry],
+        hints: Hints,
     ):
+        self._hints = hints
         self._entries, self._children, self._cached = entries, children, cached
         self._full = [index for index, group in enumerate(groups) if group.visible is None]
         self.serials = count()
         # Heaps, some of whose items are out of date: blocks that can step down as (rung, since, block), and what can be
-        # given up as (whether cached blocks follow, since, group, key).
+        # given up as (rank of the hints, whether cached blocks follow, since, group, key).
         self._steps: list[tuple[int, int, Block]] = []
-        self._exits: list[tuple[bool, int, int, bytes]] = []
+        self._exits: list[tuple[int, bool, int, int, bytes]] = []
         self._settled: OrderedDict[Block, None] | None = None  # that can step down no more, if anybody asks
 
     @property
@@ -98,13 +101,14 @@ class IdleBlocks:
         them and filed after them.
         """
         while self._exits:
-            is_inner, since, index, key = self._exits[0]
+            rank, is_inner, since, index, key = self._exits[0]
             entry = self._entries.get(key)
             if entry is not None and entry.since[index] == since and self._can_go(entry, index):
-                if is_inner == self._is_inner(entry, index):
-                    return Exit(entry, None if index in self._full else index, is_inner, since)
-                if not is_inner:
-                    heappush(self._exits, (True, since, index, key))
+                order = self._order(entry, index)
+                if order == (rank, is_inner):
+                    return Exit(entry, None if index in self._full else index, order, since)
+                if order > (rank, is_inner):
+                    heappush(self._exits, (*order, since, index, key))
             heappop(self._exits)
         return None
 
@@ -113,6 +117,7 @@ class IdleBlocks:
         entry = self._cached.get(block)
         if entry is None:
             return
+        self._hints.used(entry.key)
         since = entry.since[block.group] = next(self.serials)
         self._file_step(block, since)
         self.file_settled([block])
@@ -124,9 +129,9 @@ class IdleBlocks:
             return
         if index in self._full:
             index = self._full[0]
-        heappush(self._exits, (self._is_inner(entry, index), entry.since[index], index, entry.key))
+        heappush(self._exits, (*self._order(entry, index), entry.since[index], index, entry.key))
         if len(self._exits) > self._most_items:
-            self._exits = list({item for item in self._exits if self._is_current(*item[1:])})
+            self._exits = list({item for item in self._exits if self._is_current(*item[2:])})
             heapify(self._exits)
 
     def watch_settled(self) -> None:
@@ -188,6 +193,11 @@ class IdleBlocks:
     def _is_current(self, since: int, index: int, key: bytes) -> bool:
         entry = self._entries.get(key)
         return entry is not None and entry.since[index] == since and self._can_go(entry, index)
+
+    def _order(self, entry: Entry, index: int) -> tuple[int, bool]:
+        """What comes before age when room is made. A piece that is done is no sooner given up than what follows it."""
+        rank, is_inner = self._hints.rank(entry.key), self._is_inner(entry, index)
+        return PLAIN if rank == DONE and is_inner else rank, is_inner
 
     def _is_inner(self, entry: Entry, index: int) -> bool:
         """Whether cached blocks follow, which would be lost, too."""

@@ -9,6 +9,8 @@ from collections.abc import Collection, Iterable, Iterator
 from ..request import KVUsage, Request
 from .block import Block
 from .demand import OPEN_END_BLOCKS, RunningDemand
+from .disk import DiskStats
+from .disk_traffic import DiskTraffic
 from .fetching import Fetching
 from .prefix import Hit, PrefixCache
 from .shortage import Shortage
@@ -109,6 +111,8 @@ class KVManager:
     # ---- host memory
 
     def begin_step(self, copy_nbytes: int | None) -> None:
+        if self.prefix is not None:
+            self.prefix.expire()
         if self._host is not None:
             self._host.begin_step(copy_nbytes)
 
@@ -138,6 +142,34 @@ class KVManager:
         """Notes that commands up to this one have ended, and that it is known which blocks they found to be bad."""
         if self._host is not None:
             self._host.tier.confirm(command)
+
+    def ended(self, command: int) -> None:
+        """Notes that all copies of commands up to this one are over."""
+        if self._host is not None:
+            self._host.tier.ended(command)
+
+    @property
+    def _disk(self) -> DiskTraffic | None:
+        return None if self._host is None else self._host.disk
+
+    @property
+    def has_unsaved(self) -> bool:
+        """Whether something is cached, or kept in host memory, that the disk lacks and could write."""
+        return self._disk is not None and self._disk.has_unsaved
+
+    @property
+    def waits_for_disk(self) -> bool:
+        """Whether something is to be read from the disk, or written."""
+        return self._disk is not None and (self._disk.has_unsaved or self._disk.is_reading)
+
+    def disk_stats(self) -> DiskStats:
+        """What has moved between host memory and the disk."""
+        return DiskStats() if self._disk is None else self._disk.stats()
+
+    def wait_for_disk(self, seconds: float) -> None:
+        """Waits until the disk has read or written something, at most so long."""
+        if self._disk is not None:
+            self._disk.disk.wait(seconds)
 
     # ---- requests
 
@@ -199,11 +231,10 @@ class KVManager:
         request.next_passed_at = self.tables.trim(request.request_id, request.num_computed_tokens)
 
     def release(self, request: Request) -> None:
-        self.demand.remove(request)
-        self._demotable_at.pop(request, None)
-        if self.prefix is not None:
-            self.prefix.forget(request.request_id)
-        self.tables.release(request.request_id)
+        params = request.params
+        if self.prefix is not None and (params.session or params.retain is not None):
+            self.prefix.note_hints(request.token_ids[: request.num_computed_tokens], params)
+        self._take_back(request)
 
     def discard(self, request: Request) -> None:
         """Releases a failed request and takes its blocks out of the prefix cache."""
@@ -211,7 +242,14 @@ class KVManager:
             self.distrust(list(self.tables.blocks(request.request_id)))
         if self.prefix is not None:
             self.prefix.checkpoints.distrust(request.request_id)
-        self.release(request)
+        self._take_back(request)
+
+    def _take_back(self, request: Request) -> None:
+        self.demand.remove(request)
+        self._demotable_at.pop(request, None)
+        if self.prefix is not None:
+            self.prefix.forget(request.request_id)
+        self.tables.release(request.request_id)
 
     def distrust(self, blocks: Collection[Block]) -> None:
         """Takes blocks with bad values out of the prefix cache, and copies of them out of the host tier."""
@@ -250,6 +288,10 @@ class KVManager:
         """The key of all that a request has computed."""
         tokens, salt = request.token_ids, request.params.cache_salt
         return prefix.key_at(request.request_id, tokens, salt, request.num_computed_tokens)
+
+    def done(self, tenant: str, session: str) -> int:
+        """Has cached pieces of a session make room before all others; returns their number."""
+        return 0 if self.prefix is None else self.prefix.done(tenant, session)
 
     def _may_share(self, request: Request) -> bool:
         """Whether a request may begin on blocks of others: prompt log-probabilities need all tokens computed."""
@@ -337,4 +379,4 @@ class KVManager:
             blocks[self.rung_name(group, rung)] += number
         holds_any = self.spec.main.num_token_slots and any(table.slots for table in tables)
         lowest = min(bits, default=self.spec.main.widest.bits if holds_any else None)
-        return KVUsage(dict(blocks), lowest, request.cached_tokens)
+        return KVUsage(dict(blocks), lowest, request.cached_tokens, request.num_stored_tokens)

@@ -17,16 +17,19 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
-from .block import Block
+from ..request import SamplingParams
+from ..sizes import parse_seconds
+from .block import Block, Standing
 from .checkpoints import Checkpoints, StateCheckpoint
-from .host_piece import HostBlock
+from .disk import Disk
+from .hints import RETAINED_SHARE, Hints
 from .host_tier import HostTier
 from .host_traffic import HostTraffic
-from .idle import Entry, IdleBlocks
+from .idle import Entry, Exit, IdleBlocks
 from .spec import GroupSpec
 from .table import BlockTables
 
-B = TypeVar("B", bound=Block | HostBlock)
+B = TypeVar("B", bound=Standing)
 
 
 class Hit(NamedTuple):
@@ -56,10 +59,19 @@ class Hit(NamedTuple):
 class PrefixCache:
     """Finds, keeps and gives up shared blocks. Holds one reference on each; owned by the scheduler's thread.
 
-    What it gives up leaves a copy in the ``host`` tier, if there is one.
+    What it gives up leaves a copy in the ``host`` tier, if there is one, and that one in files, if there is a ``disk``.
     """
 
-    def __init__(self, tables: BlockTables, model: str, host: HostTier | None = None):
+    def __init__(
+        self,
+        tables: BlockTables,
+        model: str,
+        host: HostTier | None = None,
+        disk: Disk | None = None,
+        *,
+        hints: Hints | None = None,
+    ):
+        """``hints``: of how long pieces are of use; None for new ones."""
         self._tables = tables
         self._model = model
         groups = tables.spec.groups
@@ -68,11 +80,14 @@ class PrefixCache:
         self._entries: dict[bytes, Entry] = {}
         self._of_block: dict[Block, Entry] = {}
         self._children: dict[bytes, int] = {}
-        self.idle = IdleBlocks(groups, self._entries, self._children, self._of_block)
-        self.checkpoints = Checkpoints(tables, self.idle.serials)
+        self.hints = make_hints(tables, host) if hints is None else hints
+        self.idle = IdleBlocks(groups, self._entries, self._children, self._of_block, self.hints)
+        self.checkpoints = Checkpoints(tables, self.idle.serials, self.hints)
         tables.store.on_lone = self.idle.fell_idle
         tables.store.host = host
-        self.host = None if host is None else HostTraffic(self, tables, host)
+        if host is not None:
+            host.hints = self.hints
+        self.host = None if host is None else HostTraffic(self, tables, host, disk)
         self._published: dict[str, tuple[int, bytes]] = {}  # request -> blocks filed, key of the last
         self.reset_counters()
 
@@ -170,7 +185,7 @@ class PrefixCache:
             allowed.append((index, narrowest, group.num_token_slots + group.split(num_tokens, narrowest)[1]))
         return allowed
 
-    def _served(self, index: int, found: Sequence[Sequence[Block | HostBlock | None]], floor: int) -> list[bool]:
+    def _served(self, index: int, found: Sequence[Sequence[Standing | None]], floor: int) -> list[bool]:
         """For each number of pieces from 0, whether a group with a window has those in sight of the next token.
 
         They may be narrow behind the recent window of that token, so that a request shares no more narrow blocks than
@@ -262,6 +277,8 @@ class PrefixCache:
             self._children[parent] = self._children.get(parent, 0) + 1
         for block in better:
             self._put(entry, block)
+        if self.host is not None:
+            self.host.filed(key)
 
     def _put(self, entry: Entry, block: Block) -> None:
         """Files ``block`` in its group; the cache lets go of the one before it."""
@@ -271,6 +288,10 @@ class PrefixCache:
         if before is not None:
             del self._of_block[before]
             self._tables.store.drop(before)
+
+    def entry(self, key: bytes) -> Entry | None:
+        """The entry of that key."""
+        return self._entries.get(key)
 
     def entry_of(self, block: Block) -> Entry | None:
         """The entry in which ``block`` is filed."""
@@ -289,6 +310,34 @@ class PrefixCache:
             key = _extend(key, tokens[self._piece(index)])
         return key
 
+    # ---- hints
+
+    def note_hints(self, tokens: list[int], params: SamplingParams) -> None:
+        """Notes the hints of a request with these computed ``tokens``, before its blocks are taken back."""
+        keys = [key for key, _, _ in self.pieces(tokens, params.cache_salt, len(tokens)) if key in self._entries]
+        nbytes = sum(group.widest.nbytes for group in self._tables.spec.groups)
+        self.hints.note(keys, nbytes, params.tenant, params.session, parse_seconds(params.retain))
+
+    def done(self, tenant: str, session: str) -> int:
+        """Has the pieces of a session, which no other one has, make room first; returns their number."""
+        keys = self.hints.done(tenant, session)
+        self._refile(keys)
+        if self.host is not None and self.host.disk is not None:
+            for key in keys:
+                self.host.disk.disk.let_age(key)
+        return len(keys)
+
+    def expire(self) -> None:
+        """Ends the lives of retained pieces whose time is over."""
+        self._refile(self.hints.expire())
+
+    def _refile(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            entry = self._entries.get(key)
+            for index in () if entry is None else range(len(entry.blocks)):
+                assert entry is not None
+                self.idle.file_exit(entry, index)
+
     def forget(self, request_id: str) -> None:
         """Drops the record of a request that gives its blocks back; the blocks that it filed stay."""
         self._published.pop(request_id, None)
@@ -303,7 +352,7 @@ class PrefixCache:
         Of the latter preferably those that no cached block follows.
         """
         found, checkpoint = self.idle.next_exit(), self.checkpoints.oldest()
-        if checkpoint is not None and (found is None or found.is_inner or checkpoint.since < found.since):
+        if checkpoint is not None and (found is None or self._precedes(checkpoint, found)):
             self.checkpoints.remove(checkpoint)
             return True
         if found is not None:
@@ -315,6 +364,10 @@ class PrefixCache:
             else:
                 self._remove_part(entry, window)
         return found is not None
+
+    def _precedes(self, checkpoint: StateCheckpoint, found: Exit) -> bool:
+        """Whether a checkpoint makes room before what is ``found`` of the blocks: nothing follows it."""
+        return (self.hints.rank(checkpoint.key), False, checkpoint.since) < (*found.order, found.since)
 
     def purge(self, blocks: Collection[Block]) -> None:
         """Takes out entries of blocks whose values are not trusted, and copies of them."""
@@ -351,6 +404,8 @@ class PrefixCache:
         """Takes an entry out, all blocks that it has, and its checkpoint."""
         del self._entries[entry.key]
         self.checkpoints.lose(entry.key)
+        if self.host is None:
+            self.hints.forget(entry.key)
         self._children[entry.parent] -= 1
         if not self._children[entry.parent]:
             del self._children[entry.parent]
@@ -389,7 +444,13 @@ class PrefixCache:
         return slice(0 if index == 0 else stop - group.block_tokens, stop)
 
 
-def _serves(blocks: Sequence[Block | HostBlock | None], index: int, allowed: Iterable[tuple[int, int, int]]) -> bool:
+def make_hints(tables: BlockTables, host: HostTier | None, quota: float | None = None) -> Hints:
+    """Hints for pieces in the memory of ``tables`` and of ``host``, of which a tenant may use the share ``quota``."""
+    nbytes = min(tables.arena.nbytes, tables.arena.nbytes if host is None else host.arena.nbytes)
+    return Hints(int(RETAINED_SHARE * nbytes), int(min(RETAINED_SHARE, quota or 1.0) * nbytes))
+
+
+def _serves(blocks: Sequence[Standing | None], index: int, allowed: Iterable[tuple[int, int, int]]) -> bool:
     """Whether the blocks of piece ``index`` are wide enough in the groups of ``PrefixCache._allowed``."""
     for group, narrowest, num_narrow in allowed:
         block = blocks[group]

@@ -70,6 +70,10 @@ class GroupSpec:
         """The first rung, on which blocks begin."""
         return self.rungs[0]
 
+    def nbytes(self, rung: int) -> int:
+        """Bytes of a block on ``rung``, or of a request's slot, whose rung is negative as in ``Block.rung``."""
+        return self.rungs[rung].nbytes if rung >= 0 else self.slots[-1 - rung].nbytes
+
     @cached_property
     def sink(self) -> int:
         """Tokens of a request that come before its blocks and stay dense for life."""

@@ -81,6 +81,10 @@ class PieceIndex:
         if key in self._pieces:
             self._used[key] = self._newest
 
+    def unuse(self, key: bytes) -> None:
+        """Notes that the piece of ``key`` is of no use any more."""
+        self._used.pop(key, None)
+
     def drop_segment(self, segment: int) -> int:
         """Forgets all pieces of a segment; returns how many."""
         keys = self._of_segment.pop(segment, set())

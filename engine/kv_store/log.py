@@ -11,6 +11,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from threading import Lock
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from .folder import StoreFolder, segment_name
 from .index import PieceIndex, StoredPiece
 from .namespace import Namespace
 from .reader import read_checked, read_header
-from .record import ALIGNMENT, PartHeader, RecordHeader
+from .record import ALIGNMENT, VOID_KEY, PartHeader, RecordHeader
 from .segment import SegmentHeader, SegmentScan
 
 logger = logging.getLogger("qkv_engine")
@@ -192,6 +193,15 @@ class SegmentLog:
             self._counters["num_written"] += 1
             self._counters["written_nbytes"] += record.end - record.offset
 
+    def take_out(self, piece: StoredPiece) -> None:
+        """Leaves a record that nobody finds in a piece's place, for good. Raises ``OSError``."""
+        with suppress(FileNotFoundError, StoreError), self._folder.opened(piece.segment, writable=True) as fd:
+            header = read_header(fd, piece, self._folder.secret)
+            void = replace(header, key=VOID_KEY, parent=VOID_KEY).pack(self._folder.secret)
+            _write(fd, [memoryview(void)], piece.offset)
+        if piece in self._written:
+            self._written[self._written.index(piece)] = replace(piece, key=VOID_KEY)
+
     def sync(self) -> None:
         """Has all records reach the disk. Raises ``OSError``."""
         if self._tip is not None:
@@ -299,6 +309,8 @@ class SegmentLog:
                     if read_checked(fd, offset, data) != part.checksum:
                         raise StoreError("some records were altered")
                     blocks.append(StoredBlock(part.group, part.rung, data))
+        except FileNotFoundError:  # taken out
+            return None
         except (OSError, StoreError) as error:
             self.complain(piece.segment, error)
             return None

@@ -9,15 +9,20 @@ from collections.abc import Sequence
 from ..errors import StoreError
 from .folder import StoreFolder
 from .index import StoredPiece
-from .record import RecordHeader, header_size
+from .record import VOID_KEY, RecordHeader, header_size
 
 _CHUNK_NBYTES = 2**20  # read at once: its checksum is taken while it is in the CPU's cache, and the disk reads ahead
 
 
 def read_header(fd: int, piece: StoredPiece, secret: bytes) -> RecordHeader:
-    """The header of a piece's record. Raises ``StoreError`` unless it is the one that was indexed, and ``OSError``."""
+    """The header of a piece's record. Raises ``StoreError`` unless it is the one that was indexed, and ``OSError``.
+
+    One that was taken out is a ``FileNotFoundError``.
+    """
     nbytes = header_size(len(piece.parts), piece.num_tokens)
     header = RecordHeader.unpack(os.pread(fd, nbytes, piece.offset), secret)
+    if header.key == VOID_KEY != piece.key:
+        raise FileNotFoundError("it was taken out")
     if StoredPiece.of(header) != piece:
         raise StoreError("another record stands in its place")
     return header

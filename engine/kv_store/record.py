@@ -19,6 +19,7 @@ from ..errors import StoreError
 ALIGNMENT: Final = 4096  # of records and blocks, in bytes
 RECORD_MAGIC: Final = b"QKVBLOCK"
 KEY_NBYTES: Final = 32
+VOID_KEY: Final = bytes(KEY_NBYTES)  # of a record that was taken out; no digest is
 MAX_PARTS: Final = 16  # blocks of a record, one a group
 MAX_TOKENS: Final = 8192  # of a record; bounds what a header may claim
 _MAC_NBYTES: Final = 16

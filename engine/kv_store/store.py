@@ -214,6 +214,39 @@ class KVStore(Closable):
                 self._counters["num_dropped"] += 1
         return is_taken
 
+    @property
+    def is_writable(self) -> bool:
+        """Whether pieces are taken to be written."""
+        return not (self._problem or self._is_closed)
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether blocks of so many bytes more may wait to be written."""
+        return self._writer is None or self._writer.has_room(nbytes)
+
+    def lacks(self, key: bytes, rungs: dict[int, int]) -> bool:
+        """Whether a piece on these ``rungs`` by group would be written: none is stored, or one that is worth less."""
+        digest = self._key(key)
+        with self._lock:
+            known = self._index.get(digest)
+            is_new = known is None or known.lacks(rungs)
+            if not is_new:
+                self._index.use(digest)
+        return is_new
+
+    def take_out(self, key: bytes) -> None:
+        """Has the piece of ``key`` found no more, whose values turned out bad, nor one that waits to be written."""
+        digest = self._key(key)
+        with self._lock:
+            stored = self._index.get(digest)
+            self._index.discard(digest)
+        if self._writer is not None and (stored is not None or digest in self._pending):
+            self._writer.put(WriterJob(0, lambda: self._take_out(digest, stored)))
+
+    def let_age(self, key: bytes) -> None:
+        """Has the piece of ``key`` go with its segment, as if nobody had used it."""
+        with self._lock:
+            self._index.unuse(self._key(key))
+
     def flush(self, timeout: float = CLOSE_SECONDS) -> bool:
         """Waits until what was put has reached the disk, at most ``timeout`` seconds; returns whether all of it did."""
         if self._writer is None:
@@ -247,7 +280,7 @@ class KVStore(Closable):
                 nbytes=self._log.nbytes,
                 max_nbytes=self._max_nbytes,
                 queued_nbytes=0 if self._writer is None else self._writer.nbytes,
-                is_writable=not (self._problem or self._is_closed),
+                is_writable=self.is_writable,
                 problem=self._problem,
                 **{name: self._counters[name] for name in COUNTERS},
             )
@@ -270,6 +303,17 @@ class KVStore(Closable):
                 self._pending.discard(draft.key)
             if done is not None:
                 done()
+
+    def _take_out(self, digest: bytes, stored: StoredPiece | None) -> None:
+        with self._lock:
+            newer = self._index.get(digest)
+            self._index.discard(digest)
+        try:
+            for piece in {stored, newer} - {None}:
+                assert piece is not None
+                self._log.take_out(piece)
+        except OSError as error:
+            self._fail(error)
 
     def _sync(self) -> None:
         try:

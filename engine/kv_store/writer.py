@@ -36,10 +36,14 @@ class WriterThread:
         """Bytes that waiting jobs hold."""
         return self._nbytes
 
+    def has_room(self, nbytes: int) -> bool:
+        """Whether a job that holds so many bytes has room in the queue."""
+        return self._nbytes == 0 or self._nbytes + nbytes <= self._max_nbytes
+
     def put(self, job: WriterJob) -> bool:
         """Takes a job, or returns ``False`` where the queue is closed, or full for one that holds memory."""
         with self._changed:
-            is_full = job.nbytes > 0 and self._nbytes > 0 and self._nbytes + job.nbytes > self._max_nbytes
+            is_full = job.nbytes > 0 and not self.has_room(job.nbytes)
             if self._closing or is_full:
                 return False
             self._jobs.append(job)

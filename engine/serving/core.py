@@ -6,12 +6,14 @@ others go on. Nothing here knows of threads; ``engine/serving/loop.py`` is the o
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
 
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest, Scheduler
 
+from ..closable import Closable
 from ..device.backend import Backend
 from ..device.logprobs import TokenLogprobs
 from ..device.runner import Pending, Runner, StepResult
@@ -31,6 +33,9 @@ from .resizer import Resize, Resizer
 from .sleeper import Sleeper
 from .submission import Completion, Submission
 
+logger = logging.getLogger("qkv_engine")
+
+DISK_SECONDS = 0.005  # that a call from another thread waits for the disk at most
 COPY_RATE = 20e9  # bytes a second to and from host memory beside a step: less than PCIe has, so that no step waits
 
 
@@ -53,14 +58,19 @@ class EngineCore:
         *,
         runs_ahead: bool = False,
         basis_watch: BasisWatch | None = None,
+        disk: Closable | None = None,
     ):
-        """``make_space`` makes new books over the cache. ``basis_watch``: of KV in bases."""
+        """``make_space`` makes new books over the cache. ``basis_watch``: of KV in bases.
+
+        ``disk``: that all books write to, closed with the core.
+        """
         self.scheduler, self.runner, self.tokenizer = scheduler, runner, tokenizer
         self.eos_ids = eos_ids
         self.runs_ahead, self.basis_watch = runs_ahead, basis_watch
         self.registry = Registry(scheduler, tokenizer, eos_ids)
         self.recovery = Recovery(self.registry, scheduler, runner, make_space)
         self.resizer, self.sleeper = Resizer(runner, self._carry_out_moves), Sleeper()
+        self._disk = disk
         self._in_flight: deque[Launched] = deque()
         self._timer = StepTimer(scheduler.pace)
         self.last_step: tuple[int | None, float] | None = None  # its single tokens, None with chunks, and seconds
@@ -85,7 +95,7 @@ class EngineCore:
         if self.sleeper.is_asleep:
             return False
         busy = self.scheduler.has_work or bool(self._in_flight) or self.recovery.in_trials
-        return busy or self.resizer.is_pending or self.sleeper.is_due
+        return busy or self.resizer.is_pending or self.sleeper.is_due or self.space.has_unsaved
 
     def add(self, submission: Submission) -> None:
         """Takes a submission in; an error goes to its stream alone. May be called again after an interrupt."""
@@ -143,12 +153,27 @@ class EngineCore:
         if self.space.prefix is not None:
             self.space.prefix.reset_counters()
             if self.space.prefix.host is not None:
-                self.space.prefix.host.tier.reset_counters()
+                self.space.prefix.host.reset_counters()
 
     def free(self) -> None:
         """Lets go of the model and the KV memory; the core can do nothing after that."""
         self._in_flight.clear()
+        if self._disk is not None:
+            self._disk.close()
         del self.runner, self.scheduler, self.recovery, self.registry, self.basis_watch, self.resizer, self.sleeper
+
+    def save_all(self, seconds: float) -> None:
+        """Has all that is cached idle written to files, as far as it comes in so many seconds; before ``free``."""
+        deadline = time.monotonic() + seconds
+        try:
+            while self._in_flight:
+                self._collect(is_followed=len(self._in_flight) > 1)
+            while self.space.has_unsaved and time.monotonic() < deadline:
+                self.space.begin_step(None)
+                self.space.write_ahead()
+                self._carry_out_or_wait()
+        except Exception as error:
+            logger.warning("what is cached is not all saved: %s", error)
 
     def step(self) -> None:
         """Launches the next step, then waits for the steps under way: all, or all but the new one if it may run ahead.
@@ -180,7 +205,7 @@ class EngineCore:
         self._carry_out_moves()  # blocks that a step ahead without work wanted fetched come before all leave
         self.scheduler.park_all()
         self.space.shrink()  # one under way is done, with nothing left in memory
-        self._carry_out_moves()
+        self._note_ended()
         self.resizer.note(self.space)
         self.basis_watch = None
         self.runner.put_away()
@@ -192,8 +217,8 @@ class EngineCore:
         Copies to and from host memory do not wait for one that is not empty.
         """
         if not batch.items:
-            if (self.resizer.is_pending or self.space.has_copies) and not self._in_flight:
-                self._carry_out_moves()
+            if not self._in_flight:
+                self._carry_out_or_wait()
             return False
         moves = self.runner.launch_moves()
         for request in batch.started:
@@ -208,6 +233,21 @@ class EngineCore:
         self._in_flight.append(Launched(batch, moves, pending, began_at, self.space.num_commands))
         self.counters.num_steps += 1
         return not isinstance(pending, NotLaunched)
+
+    def _carry_out_or_wait(self) -> None:
+        """Carries out what stands in the books, for which no step comes; if there is nothing, waits for the disk."""
+        if self.resizer.is_pending or self.space.has_copies:
+            self._carry_out_moves()
+        elif self.space.waits_for_disk:
+            self._note_ended()
+            self.space.wait_for_disk(DISK_SECONDS)
+
+    def _note_ended(self) -> None:
+        """Notes that the device is done with all that it was told: what is copied beside a step ends with a command."""
+        if not self.sleeper.is_asleep:
+            self._carry_out_moves()
+            self.runner.check_device()
+            self.space.ended(self.space.num_commands)
 
     def _carry_out_moves(self) -> None:
         """Carries out the moves that stand in the books, for which no step comes."""
@@ -229,6 +269,8 @@ class EngineCore:
             if is_followed:
                 raise  # everything starts over
             results = self.recovery.run_again(step.batch, error)
+        else:
+            self.space.ended(step.command - 1)  # the step waited for what was copied beside the one before
         self._accept_all(results)
         self.last_step = self._timer.note(step)
 

@@ -33,6 +33,7 @@ MAX_BATCH = 256  # requests of one command, the default of max_num_seqs: taking 
 COMMAND_SECONDS = 0.01  # of commands between two steps, at least one command; more would delay running requests
 CLOSE_SECONDS = 5.0  # for a step that other ranks may hold up; then ``close`` breaks it off
 BREAK_SECONDS = 20.0  # for a step that was broken off; then ``close`` leaves the thread to itself
+SAVE_SECONDS = 10.0  # for what is cached to reach the KV store when the engine is closed; the rest is lost
 HEARTBEAT = 1.0  # seconds after which the idle thread looks for a command whose caller was interrupted before the bell
 T = TypeVar("T")
 
@@ -190,6 +191,8 @@ class EngineLoop:
             _keep_for_ever(self)
         else:
             _forget_frames(error)
+            if self._closing:
+                self._core.save_all(SAVE_SECONDS)
             self._core.free()
 
     def _serve(self) -> None:

@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Mapping
 
 from ..device.cache import total_nbytes
+from ..device.host_disk import HostDisk
 from ..kv.host_tier import HostTier
+from ..kv.manager import KVManager
 from ..metrics import EngineStats
 from ..started import Started
 
@@ -67,7 +69,23 @@ def take_snapshot(started: Started) -> EngineStats:
         basis_miss=core.basis_watch.read() if core.basis_watch else None,
         effective_bits=8 * held / fullest["elements"] if held else ladder.effective_bits(0),
         **({} if host is None else _host_figures(host, started.num_ranks)),
+        **({} if started.disk is None else _store_figures(started.disk, space)),
     )
+
+
+def _store_figures(disk: HostDisk, space: KVManager) -> dict[str, int]:
+    """Those of ``EngineStats`` about the KV store."""
+    found, moved = disk.stats(), space.disk_stats()
+    return {
+        "store_bytes_total": found.max_nbytes,
+        "store_bytes_used": found.nbytes,
+        "store_pieces": found.num_pieces,
+        "store_bytes_written": found.written_nbytes,
+        "store_bytes_read": found.read_nbytes,
+        "store_hit_tokens": moved.read_tokens,
+        "store_dropped": moved.num_lost + found.num_dropped,
+        "store_failed": moved.num_failed,
+    }
 
 
 def _host_figures(tier: HostTier, num_ranks: int) -> dict[str, int]:

@@ -30,6 +30,8 @@ class SharedFields(msgspec.Struct, kw_only=True):
     chat_template_kwargs: JsonObject | None = None
     kv_floor: str | None = None
     kv_pinned: bool | None = None
+    retain: str | float | None = None
+    session: str | None = None
 
     def as_chat(self, messages: list[JsonObject], **own: Any) -> ChatBody:
         """The body of chat completions with these fields, ``messages`` and the dialect's ``own`` in its words."""

@@ -24,6 +24,13 @@ NAMES = {
 }
 
 
+class CacheControl(msgspec.Struct):
+    """``cache_control`` of a block or a tool: for how long the prompt up to there is kept."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] = "5m"
+
+
 class ContentBlock(msgspec.Struct):
     """A block of a message's content; which fields it has depends on its type."""
 
@@ -35,6 +42,7 @@ class ContentBlock(msgspec.Struct):
     input: JsonObject | None = None
     tool_use_id: str | None = None
     content: str | list[ContentBlock] | None = None
+    cache_control: CacheControl | None = None
 
 
 class InputMessage(msgspec.Struct):
@@ -52,6 +60,7 @@ class MessagesTool(msgspec.Struct):
     description: str | None = None
     input_schema: JsonObject | None = None
     strict: bool | None = None
+    cache_control: CacheControl | None = None
 
 
 class MessagesToolChoice(msgspec.Struct):
@@ -105,6 +114,8 @@ class CountBody(SharedFields, kw_only=True):
         config = self.output_config or OutputConfig()
         form = config.format and ResponseFormat("json_schema", JsonSchema(config.format.definition))
         thinks = None if self.thinking is None else self.thinking.type != "disabled"
+        if self.retain is None:
+            own["retain"] = self._retention()
         return self.as_chat(
             self._messages(),
             tools=[_tool(tool, f"tools[{number}]") for number, tool in enumerate(self.tools or ())] or None,
@@ -114,6 +125,14 @@ class CountBody(SharedFields, kw_only=True):
             chat_template_kwargs=self.template_variables(thinks, config.effort),
             **own,
         )
+
+    def _retention(self) -> str | None:
+        """The longest time that ``cache_control`` asks for. It holds for the whole prompt, not just up to its block."""
+        contents = [self.system, *(message.content for message in self.messages)]
+        blocks = [block for content in contents if isinstance(content, list) for block in content]
+        marks = [each.cache_control for each in (*blocks, *(self.tools or ())) if each.cache_control is not None]
+        times = {mark.ttl for mark in marks}
+        return "1h" if "1h" in times else "5min" if times else None
 
     def _messages(self) -> list[JsonObject]:
         turns = Turns()

@@ -110,6 +110,8 @@ class ResponsesBody(SharedFields, kw_only=True):
     reasoning: ReasoningOptions | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     include: list[str] | None = None
     # refused where they ask for something
     background: bool | None = None
@@ -168,6 +170,8 @@ class ResponsesBody(SharedFields, kw_only=True):
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=None if self.text is None else _format(self.text.format),
             chat_template_kwargs=self.template_variables(thinks, effort),
+            prompt_cache_key=self.prompt_cache_key,
+            prompt_cache_retention=self.prompt_cache_retention,
         )
 
 

@@ -26,6 +26,7 @@ from qkv_engine.serve.keys import Keys, read_keys
 from qkv_engine.serve.limits import Limits
 from qkv_engine.serve.metrics import Metrics
 from qkv_engine.serve.server import Server, bind
+from qkv_engine.sizes import parse_seconds
 
 from .running import ENDLESS_BODY, HELLO, Running, running
 
@@ -76,6 +77,37 @@ def test_figures_of_all_tenants_are_for_the_first_one(guarded: Running, server: 
         refused = guarded.http.get(path, headers=bearer(BOB))
         assert refused.status_code == 403 and refused.json()["error"]["code"] == "operator_only"
         assert server.http.get(path).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "session", "retain"),
+    [
+        ("completions", {"session": "one", "retain": "10min"}, "one", 600),
+        ("completions", {"prompt_cache_key": "two", "prompt_cache_retention": "24h"}, "two", 86_400),
+        ("chat/completions", {"prompt_cache_key": "two", "prompt_cache_retention": "in_memory"}, "two", None),
+        ("responses", {"prompt_cache_key": "two", "prompt_cache_retention": "24h"}, "two", 86_400),
+        ("messages", {"system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]}, "", 300),
+        ("messages", {"system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral", "ttl": "1h"}}],
+                      "retain": 7}, "", 7),
+    ],
+)  # fmt: skip
+def test_hints_of_other_apis_reach_the_engine(
+    server: Running,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    fields: dict[str, object],
+    session: str,
+    retain: float | None,
+):
+    seen = []
+    stream = server.engine.stream
+    monkeypatch.setattr(server.engine, "stream", lambda p, params, **o: seen.append(params) or stream(p, params, **o))
+    messages = [{"role": "user", "content": "Hi"}]
+    prompt = {"completions": {"prompt": "Hi"}, "responses": {"input": "Hi"}}.get(path, {"messages": messages})
+    limit = "max_output_tokens" if path == "responses" else "max_tokens"
+    answer = server.http.post(f"/v1/{path}", json={limit: 16 if path == "responses" else 1} | prompt | fields)
+    assert answer.status_code == 200, answer.text
+    assert [(params.session, parse_seconds(params.retain)) for params in seen] == [(session, retain)]
 
 
 def test_two_salts_under_one_key_share_nothing(guarded: Running):

@@ -22,6 +22,7 @@ class Part(NamedTuple):
     a checkpoint.
     """
 
+    rank: int  # of the hints: done, plain, retained
     is_inner: bool  # whether cached blocks follow, which would be lost
     since: int
     is_whole: bool
@@ -57,15 +58,20 @@ class Cached:
         groups = self.options.groups
         for key, checkpoint in self.checkpoints().items():
             if all(slot.refs == 1 for slot in checkpoint.slots):
-                yield Part(False, checkpoint.since, False, CHECKPOINT, key)
+                yield Part(self._prefix.hints.rank(key), False, checkpoint.since, False, CHECKPOINT, key)
         full = [index for index, group in enumerate(groups) if group.visible is None]
         for entry in entries.values():
             idle = [block is not None and block.refs == 1 for block in entry.blocks]
             if full and all(idle[index] for index in full):
-                yield Part(entry.key in inner, entry.since[full[0]], True, 0, entry.key)
+                yield Part(*self._order(entry.key, entry.key in inner), entry.since[full[0]], True, 0, entry.key)
             for index, group in enumerate(groups):
                 if group.visible is not None and idle[index]:
-                    yield Part(False, entry.since[index], False, index, entry.key)
+                    yield Part(*self._order(entry.key, False), entry.since[index], False, index, entry.key)
+
+    def _order(self, key: bytes, is_inner: bool) -> tuple[int, bool]:
+        """What comes before age: a piece that is done waits for those that follow it."""
+        rank = self._prefix.hints.rank(key)
+        return (1 if rank == 0 and is_inner else rank), is_inner
 
     def coldest(self, number: int) -> list[Any]:
         """The first ``number`` blocks to step down: of those that no request holds, by rung and age."""

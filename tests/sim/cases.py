@@ -153,6 +153,24 @@ def with_states(options: Options) -> Options:
     )  # fmt: skip
 
 
+def with_disk(options: Options) -> Options:
+    """The same options with a host tier and a disk behind it, which loses, tears or delays what it is given."""
+    rng = random.Random(f"disk {options.seed}")
+    changed = with_host(options)
+    host_nbytes = rng.choice((1, 0.5, 0.2)) * min(changed.host_nbytes, changed.nbytes)
+    return replace(
+        changed, has_disk=True, disk_faults=rng.choice((0.0, 0.05, 0.3)), returns=rng.choice((0.5, 0.9)),
+        host_nbytes=max(1, round(host_nbytes)), recoveries=rng.choice((changed.recoveries, 0.02, 0.05)),
+    )  # fmt: skip
+
+
+def with_hints(options: Options) -> Options:
+    """The same options with hints of sessions and times, half with a host tier, some with a disk behind it."""
+    rng = random.Random(f"hints {options.seed}")
+    changed = rng.choice((with_host, with_disk, lambda same: same, with_groups))(options)
+    return replace(changed, prefix=True, hints=rng.choice((0.3, 0.9)), returns=rng.choice((0.2, 0.9)))
+
+
 def _floors(rng: random.Random, num_rungs: int, number: int) -> tuple[int, ...]:
     """For each rung of a ladder one of ``number``, none wider than the one before: half of the time it is cut."""
     if rng.random() < 0.5:
@@ -214,6 +232,14 @@ CASES = {
     "states": Case(
         with_states, range(12_000, 12_012), range(12_100, 12_600),
         (*(kind for kind in KINDS if kind not in RARE), "kept", "moved along", "restored", "given up"),
+    ),
+    "disk": Case(
+        with_disk, range(12_000, 12_016), range(12_100, 12_600),
+        (*(kind for kind in KINDS if kind != "refused"), "out", "written", "fetched", "saved", "read", "torn"),
+    ),
+    "hints": Case(
+        with_hints, range(13_000, 13_016), range(13_100, 13_600),
+        (*(kind for kind in KINDS if kind != "refused"), "done"),
     ),
     "priorities": Case(with_priorities, range(7100, 7110), range(7200, 7500)),
 }  # fmt: skip

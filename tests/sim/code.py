@@ -26,6 +26,7 @@ MODULES = {  # in order of their imports
     "group": "qkv_engine.kv.group",
     "reserve": "qkv_engine.kv.reserve",
     "table": "qkv_engine.kv.table",
+    "hints": "qkv_engine.kv.hints",
     "idle": "qkv_engine.kv.idle",
     "borders": "qkv_engine.kv.borders",
     "checkpoints": "qkv_engine.kv.checkpoints",
@@ -33,6 +34,8 @@ MODULES = {  # in order of their imports
     "host_tier": "qkv_engine.kv.host_tier",
     "shortage": "qkv_engine.kv.shortage",
     "fetching": "qkv_engine.kv.fetching",
+    "disk": "qkv_engine.kv.disk",
+    "disk_traffic": "qkv_engine.kv.disk_traffic",
     "host_traffic": "qkv_engine.kv.host_traffic",
     "prefix": "qkv_engine.kv.prefix",
     "demand": "qkv_engine.kv.demand",
@@ -58,6 +61,7 @@ class Code:
     Arena: Any
     BlockTables: Any
     PrefixCache: Any
+    make_hints: Any
     HostTier: Any
     KVManager: Any
     Scheduler: Any
@@ -92,6 +96,7 @@ def load(patch: Patch | None = None) -> Code:
         modules["arena"].Arena,
         modules["table"].BlockTables,
         modules["prefix"].PrefixCache,
+        modules["prefix"].make_hints,
         modules["host_tier"].HostTier,
         modules["manager"].KVManager,
         modules["scheduler"].Scheduler,

@@ -8,13 +8,13 @@ step stays within its bytes, T7 a piece is fetched once while a request waits, T
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from .broken import require
+from .disk import SLOW, Promised, Reads
 
 if TYPE_CHECKING:
-    from .simulator import Simulation
     from .spy import SpySpace
 
 
@@ -24,13 +24,16 @@ class Hosted:
     def __init__(self, space: SpySpace, prefix: Any):
         self._space, self._real = space, space._space
         self.tier: Any = None if prefix is None or prefix.host is None else prefix.host.tier
+        self.traffic: Any = None if self.tier is None else prefix.host.disk
         self.waits: dict[Any, int] = {}  # requests that had blocks fetched since they began to wait, and for how long
         self.under_way: set[Any] = set()  # those that wait for blocks in this step
         self._fetched: dict[Any, set[tuple[bytes, int]]] = {}  # what came for each while it waits
         self._offered: dict[Any, int] = {}  # idle blocks that could be written ahead, and since when they are idle
+        self.reads: set[tuple[bytes, Any]] = set()  # pieces that were read for each while it waits
         self.sources: dict[Any, Any] = {}  # the block that each copy is of
         self._parents: dict[bytes, bytes] = {}  # of pieces, by key, when blocks left last
         self._budget: int | None = None
+        self._dropped = 0  # bytes that host memory had given up when blocks left last
         self._noted = 0  # bytes beside this step
         self._counts: Counter[str] = Counter()  # since the simulator looked
 
@@ -39,12 +42,17 @@ class Hosted:
         counts, self._counts = self._counts, Counter()
         return counts
 
+    def count(self, what: str) -> None:
+        """Counts an event."""
+        self._counts[what] += 1
+
     # ---- steps
 
     def begin_step(self, copy_nbytes: int | None) -> None:
         running = set(self._space.scheduler.running)
         self.waits = {request: n for request, n in self.waits.items() if request not in running}
         self._fetched = {request: keys for request, keys in self._fetched.items() if request not in running}
+        self.reads = {(key, request) for key, request in self.reads if request not in running}
         self._budget, self._noted = copy_nbytes, 0
         self.under_way.clear()
         if self.tier is None:
@@ -74,8 +82,10 @@ class Hosted:
         had, dropped, noted = dict(self.tier._writes), self.tier._moved["dropped"], self._noted
         self._real.write_ahead()
         new = [copy for copy in self.tier._writes if copy not in had]
+        is_saving = self.traffic is not None and self._budget is None
         for copy in new:
-            require(copy.source.refs == 1 and copy.source in self._idle_settled(), "a block in use is written ahead")
+            is_idle = copy.source.refs == 1 and (is_saving or copy.source in self._idle_settled())
+            require(is_idle, "a block in use is written ahead")
             self.note_bytes(copy.slot.nbytes)
         self._counts["written"] += len(new)
         stopped = self._budget is not None and bool(new or noted)
@@ -109,6 +119,7 @@ class Hosted:
         """Which of ``blocks``, which are to leave, have a copy as wide whose bytes are there, or on their way."""
         if self.tier is None:
             return {}
+        self._dropped = self.tier._moved["dropped"]
         filed = (*self._space.prefix._entries.values(), *self.tier._pieces.values())
         self._parents = {each.key: each.parent for each in filed}
         return {
@@ -122,7 +133,10 @@ class Hosted:
             return
         for (key, group), block in blocks.items():
             kept = self.keeps(key, block) and self._copy(key, group) not in self.tier._writes
-            require(kept or not self._could_keep(key, block), "a block is given up and leaves no copy")
+            # What was given up for a later one of several may have left room that was not there for this one.
+            is_excused = len(blocks) > 1 and self.tier._moved["dropped"] > self._dropped
+            is_lost = not kept and not is_excused and self._could_keep(key, block)
+            require(not is_lost, "a block is given up and leaves no copy")
         new = self.num_noted() - had
         require(new <= len(blocks) - sum(clean.values()), "a block that has a copy leaves another one")
         self._counts["out"] += new
@@ -135,15 +149,17 @@ class Hosted:
         """Whether room could be made for a copy: some piece can be given up that is not before its own."""
         if self._has_place(block.slot.nbytes):
             return True
-        before = self._before(key)
+        before, rank = self._before(key), self.tier.hints.rank
         return not self._never_fits(block.slot.nbytes) and any(
-            piece.key not in before and not any(self._is_used(copy) for copy in piece.held())
+            piece.key not in before
+            and not any(self._is_used(copy) for copy in piece.held())
+            and rank(piece.key) <= max(1, rank(key))  # nobody else takes the place of what is retained
             for piece in self.tier._pieces.values()
         )
 
     def _is_used(self, copy: Any) -> bool:
         """Whether a command under way, or the next one, names a copy."""
-        return copy.slot in self.tier._busy or copy in self.tier._writes
+        return copy.slot in self.tier._busy or copy.slot in self.tier._held or copy in self.tier._writes
 
     def _has_place(self, nbytes: int) -> bool:
         """Whether there is a slot of that size without giving anything up."""
@@ -192,7 +208,8 @@ class Hosted:
             for (key, group), block in filed.items()
             if group == self.main and self.keeps(key, block)
         )
-        require(parked == tokens, f"{parked} tokens are told to be parked, {tokens} are")
+        is_right = parked == tokens or (parked > tokens and self.tier._moved["dropped"] > self._dropped)
+        require(is_right, f"{parked} tokens are told to be parked, {tokens} are")
         self._counts["parked"] += len(filed) > 0
         return parked
 
@@ -200,6 +217,18 @@ class Hosted:
     def main(self) -> int:
         """The main group's index."""
         return int(self._space.tables.main.index)
+
+    # ---- the disk
+
+    def coming(self) -> list[Any]:
+        """Copies that the disk is to bring, and nobody finds yet."""
+        readings = [] if self.traffic is None else self.traffic._readings
+        return [copy for reading in readings for copy in reading.piece.held()]
+
+    def held(self) -> set[Any]:
+        """Slots that the disk reads or writes."""
+        writings = [] if self.traffic is None else self.traffic._writings
+        return {copy.slot for copy in self.coming()}.union(*(writing.slots for writing in writings))
 
     # ---- back
 
@@ -210,7 +239,9 @@ class Hosted:
             require(found is None, "blocks are fetched for one who may not share any")
             return None
         expected, is_coming = self._expected(request)
+        reads = Reads(self, request)
         found = self._real.begin_fetching(request)
+        is_coming |= reads.check()
         missing = [] if found is None else [(m.piece.key, copy) for m in found._missing for copy in m.copies]
         require(missing == expected, f"{len(missing)} blocks are to be fetched, {len(expected)} are missing")
         waits = bool(expected or is_coming)
@@ -220,6 +251,13 @@ class Hosted:
 
     def _expected(self, request: Any) -> tuple[list[tuple[bytes, Any]], bool]:
         """The copies that are missing, in order, and whether some are on their way."""
+        found = self.longest(request, lambda number, key: {})
+        copies = [each for each in found if hasattr(each[1], "source")]
+        coming = [copy for _, copy in copies if copy in self.tier._fetches]
+        return [each for each in copies if each[1] not in coming], bool(coming)
+
+    def longest(self, request: Any, more: Callable[[int, bytes], Mapping[int, int]]) -> list[tuple[bytes, Any]]:
+        """The longest prefix from KV memory, the host, and ``more``: rungs by group of a piece of a number and key."""
         cached, options = self._space.cached, self._space.options
         blocks, ends = cached.blocks(), cached.ends(request.num_tokens - 1)
         keys, floor = cached.keys(request, ends), options.floor(request.params)
@@ -235,6 +273,9 @@ class Hosted:
                     fetched = (key, index) in self._fetched.get(request, ()) or number < request.num_fetched_pieces
                     if copy in self.tier._fetches or (copy.source is None and not fetched):
                         own = copy
+                rung = more(number, key).get(index)
+                if rung is not None and rung <= most and (own is None or own.rung > most):
+                    own = Promised(rung)
                 if own is not None:
                     union[key, index] = own
         for count in range(len(keys), 0, -1):
@@ -248,11 +289,8 @@ class Hosted:
                     for index, group in enumerate(options.groups)
                     for piece in cached.pieces(group, ends[count - 1], count)
                 ]
-                found = [(keys[piece], union[keys[piece], index]) for piece, index in sorted(places)]
-                copies = [each for each in found if hasattr(each[1], "source")]
-                coming = [copy for _, copy in copies if copy in self.tier._fetches]
-                return [each for each in copies if each[1] not in coming], bool(coming)
-        return [], False
+                return [(keys[piece], union[keys[piece], index]) for piece, index in sorted(places)]
+        return []
 
     def fetched(self, request: Any, copies: list[tuple[bytes, Any]]) -> None:
         """Notes that a piece is fetched for ``request``."""
@@ -270,6 +308,8 @@ class Hosted:
             self.under_way.add(request)
             self.waits[request] = self.waits.get(request, 0) + 1
             most = 3 * request.num_tokens // self._space.options.block + 6
+            if self.traffic is not None:
+                most = 8 * most + 8 * SLOW
             require(self.waits[request] <= most, "a request waits for blocks for ever")
 
 
@@ -314,79 +354,3 @@ class Watched:
     def end(self) -> None:
         self._fetching.end()
         self._hosted.ended(self._request, self._fetching.is_under_way)
-
-
-def check_tier(space: SpySpace) -> list[Any]:
-    """Checks the books of host memory; returns the blocks that wait for their bytes."""
-    tier = space.hosted.tier
-    if tier is None:
-        return []
-    arena, pieces = tier.arena, list(tier._pieces.values())
-    arena.check_integrity()
-    copies = [copy for piece in pieces for copy in piece.held()]
-    slots = [copy.slot for copy in copies] + tier._leaving
-    require(len(set(slots)) == len(slots), "a slot of host memory has two copies")
-    require(all(slot.alive for slot in slots), "a copy has a slot that was freed")
-    require(sum(slot.nbytes for slot in slots) == arena.used_nbytes <= arena.nbytes, "bytes of host memory are lost")
-    require(all(slot in tier._busy for slot in tier._leaving), "a slot is kept for nobody")
-    space.hosted.sources.update((copy, copy.source) for copy in tier._unsure)
-    places = {piece.key: place for place, piece in enumerate(pieces)}
-    for place, piece in enumerate(pieces):
-        require(tier._pieces[piece.key] is piece and any(piece.blocks), "a piece without copies is kept")
-        require(places.get(piece.parent, place + 1) > place, "a piece is used later than the one before it")
-        for index, copy in enumerate(piece.blocks):
-            if copy is not None:
-                size = space.options.groups[index].size(copy.rung)
-                require(copy.group == index and copy.slot.nbytes == size, "a copy has a slot of another size")
-                require((copy.source is None) == (copy not in tier._unsure), "it is unknown what a copy is of")
-    require(all(space.hosted._copy(p.key, c.group) is c for c, p in tier._unsure.items()), "a copy is gone and unsure")
-    require(all(space.hosted._copy(p.key, c.group) is c for c, p in tier._writes.items()), "a copy is gone and written")
-    stats = tier.stats()
-    require((stats.used_nbytes, stats.num_blocks) == (arena.used_nbytes, len(copies)), "host memory is miscounted")
-    return [fetch.block for fetch in tier._fetches.values()]
-
-
-def check_copies(simulation: Simulation) -> None:
-    """Checks that copies that have come hold the tokens of their pieces, and none values known to be bad."""
-    tier, device, model = simulation.space.hosted.tier, simulation.device, simulation.model
-    if tier is None:
-        return
-    doubtful = model.unknown.union(*(simulation.blocks_of(request) for request in model.tainted))
-    for piece in tier._pieces.values():
-        for copy in piece.held():
-            if copy.command > tier.num_commands or device.host.is_late(copy.slot.address):
-                continue
-            record = device.host._at(copy.slot.address, copy.slot.nbytes)
-            require(record.path[-1] == copy.rung and record.group == copy.group, "a copy has other bytes")
-            require(record.count == len(piece.tokens), "a copy is not full")
-            source = simulation.space.hosted.sources[copy]
-            require(not record.spoilt or source in doubtful, "bad values are kept")
-
-
-def note_fetched(simulation: Simulation) -> None:
-    """Notes that who is filled from a copy of values that nobody knows to be bad has such values, too."""
-    hosted, unknown = simulation.space.hosted, simulation.model.unknown
-    fetches = () if hosted.tier is None else hosted.tier._fetches.values()
-    unknown.update(fetch.block for fetch in fetches if hosted.sources[fetch.copy] in unknown)
-
-
-def spoil_moved(simulation: Simulation) -> set[Any]:
-    """Has a block that steps down turn out bad now and then, wherever it goes in the same command."""
-    options, rng = simulation.options, simulation.rng
-    if not options.host_nbytes or rng.random() >= options.bad_blocks:
-        return set()
-    moves = [move for wave in simulation.space.tables.store.waves[:1] for move in wave if move.old != move.new]
-    if not moves:
-        return set()
-    move = rng.choice(moves)
-    simulation.device._at(move.src, options.groups[move.block.group].size(move.old)).spoilt = True
-    simulation.model.unknown.add(move.block)
-    return {move.block}
-
-
-def draw_copy_nbytes(simulation: Simulation) -> int | None:
-    """Bytes that may be copied beside the next step; None: any number."""
-    options, rng = simulation.options, simulation.rng
-    if not options.host_nbytes or rng.random() >= options.copies:
-        return None
-    return rng.randrange(4 * options.sizes[0])

@@ -30,9 +30,9 @@ from typing import Any
 from qkv_engine.request import RequestStatus
 
 from .broken import require
-from .hosted import check_tier
 from .spy import SpySpace
 from .states import check_checkpoints
+from .tier import check_tier
 
 
 def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, tuple[int, int]]:

@@ -262,7 +262,7 @@ BOOKS = (
         "idle blocks before one in use are kept",
         "idle",
         "IdleBlocks.next_exit",
-        "heappush(self._exits, (True, since, index, key))",
+        "heappush(self._exits, (*order, since, index, key))",
         "",
     ),
     Patch(
@@ -347,7 +347,7 @@ BOOKS = (
     Patch(
         "an ended request's place in the cache is kept",
         "manager",
-        "KVManager.release",
+        "KVManager._take_back",
         "self.prefix.forget(request.request_id)",
         "pass",
     ),

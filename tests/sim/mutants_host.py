@@ -36,8 +36,8 @@ HOST_BUGS = (
         "no piece is given up",
         "host_tier",
         "HostTier._oldest",
-        "return piece",
-        "return None",
+        "if self.hints.rank(piece.key) != RETAINED:\n    return piece",
+        "if self.hints.rank(piece.key) != RETAINED:\n    return None",
         case="host",
         seed=11001,
     ),
@@ -117,7 +117,7 @@ HOST_BUGS = (
     Bug(
         "a block that is being written is offered again",
         "host_traffic",
-        "HostTraffic.write_ahead",
+        "HostTraffic._write_settled",
         "idle.pass_settled()",
         "idle.pass_settled(); idle.pass_settled() if idle.next_settled() else None",
         case="host",
@@ -148,7 +148,7 @@ HOST_BUGS = (
         "copy is None or copy.rung > narrowest or (block is not None and block.rung <= narrowest)",
         "copy is None or copy.rung > narrowest",
         case="host",
-        seed=11000,
+        seed=11001,
     ),
     Bug(
         "a request makes room with its own prefix",

@@ -124,7 +124,7 @@ IDLE = (
         "blocks that others follow are given up in turn",
         "idle",
         "IdleBlocks.next_exit",
-        "is_inner == self._is_inner(entry, index)",
+        "order == (rank, is_inner)",
         "True",
     ),
     Patch(

@@ -116,6 +116,9 @@ class Options:
     chunk_nbytes: int = 1  # in which memory is given and taken
     host_nbytes: int = 0  # of host memory; 0: there is no host tier
     returns: float = 0.0  # share of requests that go on from one that ended
+    has_disk: bool = False
+    disk_faults: float = 0.0  # share of reads and writes of the disk that are lost, torn or slow
+    hints: float = 0.0  # share of requests that are retained, or of a session
     copies: float = 0.0  # share of steps beside which few bytes may be copied; else any number
 
     @cached_property

@@ -20,9 +20,11 @@ from qkv_engine.request import FinishReason, Request, SamplingParams
 from ..scheduler.common import FixedPace
 from .broken import Broken, require
 from .code import Code, load
+from .core_checks import check_answer, check_core
 from .device import Device, mix
+from .disk import SLOW, FakeDisk, bad_sources, check_disk
+from .hinted import end_session, timed_hints
 from .host import Host
-from .hosted import check_copies, note_fetched, spoil_moved
 from .invariants import check_batch, check_books, check_queues, check_room
 from .model import Fault, Model
 from .options import OPEN_END_BLOCKS, Options, draw
@@ -31,6 +33,7 @@ from .requests import Requests
 from .resizes import Resizes
 from .spy import SpySpace
 from .stand_ins import SimulatedRunner, spy_scheduler
+from .tier import check_copies, note_fetched, spoil_moved
 from .truth import Truth
 
 STOP_TOKEN = 0
@@ -62,6 +65,7 @@ class Simulation:
         self._log = hashlib.sha256()
         self._requests, self._resizes = Requests(options, self.rng), Resizes(self)
         self.model = Model(self)
+        self.disk = FakeDisk(self) if options.has_disk else None
         self.space: SpySpace = self._new_space(self._new_tables())
         self.scheduler: Any = spy_scheduler(self, self.code.Scheduler)(
             self.space,
@@ -90,7 +94,10 @@ class Simulation:
         options, code = self.options, self.code
         has_tier = options.prefix and options.host_nbytes
         tier = code.HostTier(tables.spec, options.host_nbytes, options.slab_nbytes) if has_tier else None
-        prefix = code.PrefixCache(tables, "model", tier) if options.prefix else None
+        if self.disk is not None:
+            self.disk.settle()
+        given = tables, "model", tier, self.disk
+        prefix = code.PrefixCache(*given, hints=timed_hints(self, tables, tier)) if options.prefix else None
         host = Host(options.host_nbytes, mix(options.seed, self.num_events))
         self.device = Device(options.nbytes, options.groups, options.has_bank, host)
         self.seen: dict[Any, Any] = {}
@@ -131,7 +138,7 @@ class Simulation:
         require(not self.core.resizer.is_pending, "a shrink never ends")
         require(not self.model.truths and not self.core.live, "a request never ended")
         for name, submission in self.submissions.items():
-            self._check_answer(name, submission.stream.get(0))
+            check_answer(self, name, submission.stream.get(0))
 
     def _finish(self) -> None:
         """Takes steps until there is no work."""
@@ -139,6 +146,8 @@ class Simulation:
         bound = 2 * bound + 2 if self.options.ahead else bound
         if self.options.host_nbytes:  # each may wait for what it lacks, a piece a step
             bound = 4 * bound + 8
+        if self.disk is not None:
+            bound = 8 * (bound + 8 * SLOW)
         if self.core.resizer.is_pending:  # cached blocks step down rung by rung, and are given up
             rungs = max(len(group.sizes) for group in self.options.groups)
             bound += (rungs + 1) * len(self.space.cached.places()) + self.options.slabs
@@ -146,15 +155,6 @@ class Simulation:
             require(bound > 0, "requests do not finish")
             bound -= 1
             self.step()
-
-    def _check_answer(self, name: str, answer: Any) -> None:
-        """Checks the final output of a request's reader."""
-        require(answer is not None and answer.finished, "a reader waits for ever")
-        tokens, reason = self.outputs[name]
-        completion = answer.outputs[0]
-        require((completion.token_ids, completion.finish_reason) == (tokens, reason), "the answer is another one")
-        require(answer.kv.blocks == self.usage.get(name, answer.kv.blocks), "the answer's blocks stood elsewhere")
-        require(len(answer.metrics.token_times) == len(tokens), "tokens are timed twice, or not at all")
 
     def digest(self) -> str:
         return self._log.hexdigest()
@@ -169,6 +169,7 @@ class Simulation:
         self.seen = check_books(self.space, self.seen)
         check_room(self.space)
         check_queues(self.scheduler, self.space)
+        self.space.hinted.check()
         if self.options.promises_no_preemption:
             require(self.scheduler.num_preemptions == 0, "an admitted request was preempted")
         self.may_break_off()
@@ -195,6 +196,9 @@ class Simulation:
                 params = replace(params, cache_salt=earlier.params.cache_salt)
             if rng.random() < 0.8:  # mostly requests that fit
                 ids = ids[: max(1, self.space.capacity_of(params) - length)]
+            if options.hints and rng.random() < options.hints:
+                retain = rng.choice((None, 0.0, 10.0, 100.0, 1000.0))
+                params = replace(params, retain=retain, session=rng.choice(("", "a", "b", "c")))
             if options.scored and rng.random() < options.scored:
                 params = replace(params, num_prefill_tokens=rng.randint(1, len(ids)))
             for index in range(copies):
@@ -203,6 +207,7 @@ class Simulation:
             self.abort(rng.choice(list(self.scheduler.requests.values())))
         if rng.random() < options.recoveries:
             self.recover()
+        end_session(self)
         if options.resizes and rng.random() < options.resizes:
             self._resizes.ask(rng.randint(0, options.nbytes + options.nbytes // 8))
 
@@ -243,13 +248,14 @@ class Simulation:
         """Recovers as after an interrupt: new books, the old bytes and requests."""
         self.in_step = False
         self.model.forget_bad()
+        self.model.unknown |= bad_sources(self.disk)
         held = [r for r in self.model.truths if any(block.rung >= 0 for block in self.blocks_of(r))]
         self.core.recover()
         for request in [request for request in self.model.truths if request.is_finished]:
             self._note_end(request)
         for request in held:
             require(not request.is_finished or bool(self._kv(request)), "it is unknown where a request's blocks stood")
-        self._check_core()
+        check_core(self)
         self.event("recover")
 
     def _kv(self, request: Request) -> dict[str, int]:
@@ -258,6 +264,8 @@ class Simulation:
     # ---- a step
 
     def step(self) -> None:
+        if self.disk is not None:
+            self.disk.poll()
         if self.core.has_work:
             self.in_step = not self.is_calm
             self.device.runs_again = False
@@ -272,20 +280,14 @@ class Simulation:
                 self.recover()
             finally:
                 self.in_step = False
-            self._check_core()
+            check_core(self)
             self._resizes.check()
             store = self.space.tables.store
             if not store.waves and not store.holes:  # moves of an empty batch wait for the next one
                 self.model.check_spoilt()
                 self.model.check_cached()
                 check_copies(self)
-
-    def _check_core(self) -> None:
-        """Checks that the core knows the live requests, and no others."""
-        live = set(self.scheduler.requests.values())
-        registry = self.core.registry
-        require(set(registry.owners) == set(registry.rows) == live, "the core remembers who is gone")
-        require(set(self.core.live) == set(self.scheduler.requests), "a submission is lost")
+            check_disk(self)
 
     def before_schedule(self) -> None:
         running = self.scheduler.running

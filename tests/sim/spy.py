@@ -13,6 +13,7 @@ from .admission import Admission
 from .broken import require
 from .cached import CHECKPOINT, Cached
 from .code import Code
+from .hinted import Hinted
 from .hosted import Hosted
 from .options import OPEN_END_BLOCKS, Options
 from .relief import Relief
@@ -33,7 +34,7 @@ class SpySpace(Relief):
         self.mined: set[Any] = set()  # banks that were mined
         self.num_trims = self.num_idle_demotions = 0  # since the simulator looked
         self.size_asked = options.nbytes  # of memory
-        self.hosted = Hosted(self, space.prefix)
+        self.hosted, self.hinted = Hosted(self, space.prefix), Hinted(self)
         self.states = States(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -43,6 +44,7 @@ class SpySpace(Relief):
 
     def begin_step(self, copy_nbytes: int | None) -> None:
         self.hosted.begin_step(copy_nbytes)
+        self.hinted.check_expired()
 
     def write_ahead(self) -> None:
         self.hosted.write_ahead()
@@ -198,7 +200,7 @@ class SpySpace(Relief):
             gone = [self._size_of(kind) for kind in self.cached.kinds().elements()]
             fits = self.memory.packed(wanted, gone) <= self.memory.limit()
             require(not fits, "a request waits although idle blocks are in its way alone")
-        self._space.release(request)
+        self.hinted.release(request)
 
     def _size_of(self, kind: tuple[int, int]) -> int:
         """Bytes of a block of a group and rung."""

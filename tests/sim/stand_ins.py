@@ -11,7 +11,7 @@ from qkv_engine.device.steady_batch import SteadyBatch
 from qkv_engine.errors import CapacityError
 
 from .broken import require
-from .hosted import draw_copy_nbytes
+from .tier import draw_copy_nbytes
 
 if TYPE_CHECKING:
     from .simulator import Simulation

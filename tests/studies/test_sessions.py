@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
-from studies import sessions
+from studies import sessions, tiers_plot
 from studies.sessions import HOSTED, POLICIES, STATE_POLICIES, Load, Run, SessionsRow, sessions_table
 
 SMALL = Load("small", 2.5, conversations=6, turns=4, first=600, more=300, answer=40, pause=300)
@@ -57,3 +58,9 @@ def test_the_table_has_a_line_for_each(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert [row["policy"] for row in found] == list(POLICIES)
     table = sessions_table(list(rows(SMALL)))
     assert [line[0] for line in table.cells] == ["small", "small"]
+
+
+def test_three_tiers_lose_nothing_and_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    load, picture = SMALL._replace(memory_for=1), tmp_path / "tiers.png"
+    assert tiers_plot.main(["--output", str(picture)], load) == 0
+    assert "computed again 0" in capsys.readouterr().out and picture.read_bytes().startswith(b"\x89PNG")

@@ -213,6 +213,34 @@ def check_a_use_counts_once(code: Code, path: Path) -> None:
         assert store.find(piece(0).key) is None and store.stats().num_handed_on == 1
 
 
+def check_what_is_taken_out_is_gone(code: Code, path: Path) -> None:
+    """Also what waits to be written, and after a restart; nobody is warned, and others stay."""
+    with opened(code, path) as store:
+        for number in range(3):
+            assert put(store, number)
+        store.take_out(piece(0).key)
+        assert store.flush()
+        store.take_out(piece(1).key)
+        store.take_out(piece(9).key)
+        assert store.flush() and found(store, range(3)) == [2]
+        assert store.lacks(piece(1).key, dict(BOTH)) and not store.lacks(piece(2).key, dict(BOTH))
+    for _ in range(2):
+        with warnings() as told, opened(code, path) as store:
+            assert found(store, range(3)) == [2] and not told
+            store.take_out(piece(2).key)  # from a full segment
+            assert store.flush() and found(store, range(3)) == [] and put(store, 2) and store.flush()
+
+
+def check_what_is_let_age_goes_with_its_segment(code: Code, path: Path) -> None:
+    """However often it was used."""
+    with opened(code, path) as store:
+        assert put(store, 0) and put(store, 1) and store.flush()
+        assert read(store, piece(0)) is not None and read(store, piece(1)) is not None
+        store.let_age(piece(0).key)
+        fill(store, 100, 40)
+        assert store.find(piece(0).key) is None and store.stats().num_handed_on == 1
+
+
 def check_a_place_that_was_written_again_is_a_miss(code: Code, path: Path) -> None:
     """Also if the tokens are the same: a segment was deleted, and a new one of its number has another salt's record."""
     one = piece(1)

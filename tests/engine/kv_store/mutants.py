@@ -220,20 +220,26 @@ LOG = (
     Patch("a tip that failed stays", "log", "SegmentLog._create", "self._folder.remove(self._last)", "None"),
 )
 STORE = (
-    Patch("a full queue takes more", "writer", "WriterThread.put", "self._closing or is_full", "self._closing"),
+    Patch(
+        "a full queue takes more",
+        "writer",
+        "WriterThread.put",
+        "self._closing or not self.has_room(job.nbytes)",
+        "self._closing",
+    ),
     Patch(
         "a queue is full with one block",
         "writer",
-        "WriterThread.put",
-        "job.nbytes > 0 and self._nbytes > 0 and self._nbytes + job.nbytes > self._max_nbytes",
-        "job.nbytes > 0 and self._nbytes + job.nbytes > self._max_nbytes",
+        "WriterThread.has_room",
+        "self._nbytes == 0 or self._nbytes + nbytes <= self._max_nbytes",
+        "self._nbytes + nbytes <= self._max_nbytes",
     ),
     Patch(
         "a sync waits for room",
         "writer",
         "WriterThread.put",
-        "job.nbytes > 0 and self._nbytes > 0 and self._nbytes + job.nbytes > self._max_nbytes",
-        "self._nbytes > 0 and self._nbytes + job.nbytes > self._max_nbytes",
+        "job.nbytes > 0 and not self.has_room(job.nbytes)",
+        "not self.has_room(job.nbytes)",
     ),
     Patch("the queue never empties", "writer", "WriterThread._run", "self._nbytes -= job.nbytes", ""),
     Patch(
