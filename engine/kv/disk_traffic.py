@@ -120,16 +120,16 @@ class DiskTraffic:
 
         ``found``: by place what it can use already, by group. A piece is read once while it waits.
         """
-        limits = self._prefix.limits(request.num_tokens, request.floor)
+        limits = self._prefix.rules.limits(request.num_tokens, request.floor)
         is_late = any(reading.is_overdue for reading in self._readings)
         with_disk = self._with_disk(request, places, found, limits, is_late)
-        number = len(self._prefix.longest(with_disk, request.num_tokens, request.floor))
+        number = len(self._prefix.rules.longest(with_disk, request.num_tokens, request.floor))
         if not number:
             return False
         wanted = sorted(
             {
                 index
-                for group, in_sight in enumerate(self._prefix.in_sight(number))
+                for group, in_sight in enumerate(self._prefix.rules.in_sight(number))
                 for index in in_sight
                 if not _serves(found[index][group], self._most(limits[group], index))
             }

@@ -131,7 +131,7 @@ class HostTraffic:
         the disk brings nothing.
         """
         prefix, tier, num_tokens = self._prefix, self.tier, request.num_tokens
-        limits = prefix.limits(num_tokens, request.floor)
+        limits = prefix.rules.limits(num_tokens, request.floor)
         places, pieces, found = list[PromptPiece](), list[HostPiece | None](), list[list[Block | HostBlock | None]]()
         for key, parent, tokens in prefix.pieces(request.token_ids, request.params.cache_salt, num_tokens - 1):
             index, piece, blocks = len(places), tier.find(key, tokens), prefix.cached(key, tokens)
@@ -141,7 +141,7 @@ class HostTraffic:
             found.append([self._choose(*each, is_new) for each in zip(blocks, copies, rungs, strict=True)])
             places.append(PromptPiece(key, parent, tokens))
             pieces.append(piece)
-        number = len(prefix.longest(found, num_tokens, request.floor))
+        number = len(prefix.rules.longest(found, num_tokens, request.floor))
         tier.touch([place.key for place in places[:number]])
         is_read = self.disk is not None and self.disk.read(request, places, found)
         return self._fetching(request, pieces[:number], found[:number], is_read)
@@ -167,7 +167,7 @@ class HostTraffic:
         """What is missing of these pieces. ``is_coming``: the request waits for others in any case."""
         missing: dict[int, list[HostBlock]] = {}
         held = list[Block]()
-        for group, in_sight in enumerate(self._prefix.in_sight(len(pieces)) if pieces else ()):
+        for group, in_sight in enumerate(self._prefix.rules.in_sight(len(pieces)) if pieces else ()):
             for index in in_sight:
                 block = found[index][group]
                 if isinstance(block, Block):

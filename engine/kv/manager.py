@@ -12,7 +12,8 @@ from .demand import OPEN_END_BLOCKS, RunningDemand
 from .disk import DiskStats
 from .disk_traffic import DiskTraffic
 from .fetching import Fetching
-from .prefix import Hit, PrefixCache
+from .hits import Hit
+from .prefix import PrefixCache
 from .shortage import Shortage
 from .table import BlockTables
 

@@ -11,49 +11,21 @@ and those in sight of the next token in groups with a window, which may be given
 from __future__ import annotations
 
 import hashlib
-import sys
 from array import array
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
 
 from ..request import SamplingParams
 from ..sizes import parse_seconds
-from .block import Block, Standing
+from .block import Block
 from .checkpoints import Checkpoints, StateCheckpoint
 from .disk import Disk
 from .hints import RETAINED_SHARE, Hints
+from .hits import Hit, HitRules, piece_of
 from .host_tier import HostTier
 from .host_traffic import HostTraffic
 from .idle import Entry, Exit, IdleBlocks
-from .spec import GroupSpec
 from .table import BlockTables
-
-B = TypeVar("B", bound=Standing)
-
-
-class Hit(NamedTuple):
-    """The first ``num_tokens`` of a request that are cached, and their blocks in sight, by group in token order.
-
-    ``checkpoint``: of the states behind them, where layers have states;  ``num_cached``: tokens whose blocks are
-    cached, with a checkpoint or without.
-    """
-
-    num_tokens: int = 0
-    blocks: Sequence[Block] = ()
-    checkpoint: StateCheckpoint | None = None
-    num_cached: int = 0
-
-    def by_rung(self, group: GroupSpec, index: int) -> dict[str, int]:
-        """Its tokens in sight by the name of the rung on which ``group``, with that index, has them now.
-
-        Those of a sink stand on the first.
-        """
-        tokens: Counter[str] = Counter()
-        for block in self.blocks:
-            if block.group == index:
-                tokens[group.rungs[max(0, block.rung)].name] += group.block_tokens if block.rung >= 0 else group.sink
-        return dict(tokens)
 
 
 class PrefixCache:
@@ -74,9 +46,9 @@ class PrefixCache:
         """``hints``: of how long pieces are of use; None for new ones."""
         self._tables = tables
         self._model = model
-        groups = tables.spec.groups
+        groups, self._main = tables.spec.groups, tables.spec.main
         self._full = [index for index, group in enumerate(groups) if group.visible is None]
-        self._windows = [index for index, group in enumerate(groups) if group.visible is not None]
+        self.rules = HitRules(tables.spec)
         self._entries: dict[bytes, Entry] = {}
         self._of_block: dict[Block, Entry] = {}
         self._children: dict[bytes, int] = {}
@@ -122,17 +94,17 @@ class PrefixCache:
         if self.checkpoints.is_needed:
             return self._lookup_with_states(tokens, salt, floor, limit)
         pieces = (self.cached(key, piece) for key, _, piece in self.pieces(tokens, salt, limit))
-        found = self.longest(pieces, len(tokens), floor)
-        return self._take(found[: self._num_exact(found, floor)] if is_exact else found)
+        found = self.rules.longest(pieces, len(tokens), floor)
+        return self._take(found[: self.rules.num_exact(found, floor)] if is_exact else found)
 
     def _lookup_with_states(self, tokens: list[int], salt: str, floor: int, limit: int) -> Hit:
         pieces = [(key, self.cached(key, piece)) for key, _, piece in self.pieces(tokens, salt, limit)]
         has_states = [True, *(key in self.checkpoints for key, _ in pieces)]  # for each number of pieces
-        found = self.longest((blocks for _, blocks in pieces), len(tokens), floor)
-        num_cached = self._piece(len(found) - 1).stop if found else 0
+        found = self.rules.longest((blocks for _, blocks in pieces), len(tokens), floor)
+        num_cached = piece_of(self._main, len(found) - 1).stop if found else 0
         while not has_states[len(found)]:
             number = next(n for n in range(len(found), -1, -1) if has_states[n])
-            found = self.longest(found[:number], len(tokens), floor)
+            found = self.rules.longest(found[:number], len(tokens), floor)
         checkpoint = self.checkpoints[pieces[len(found) - 1][0]] if found else None
         return self._take(found)._replace(checkpoint=checkpoint, num_cached=num_cached)
 
@@ -140,7 +112,7 @@ class PrefixCache:
         """Keys of the pieces within the first ``limit`` of ``tokens``, each with the one before and its tokens."""
         key = self._root(salt)
         for index in range(self._num_pieces(limit)):
-            piece = tokens[self._piece(index)]
+            piece = tokens[piece_of(self._main, index)]
             parent, key = key, _extend(key, piece)
             yield key, parent, piece
 
@@ -151,98 +123,15 @@ class PrefixCache:
             return (None,) * len(self._tables.groups)
         return entry.blocks
 
-    def longest(self, pieces: Iterable[Sequence[B | None]], num_tokens: int, floor: int) -> list[Sequence[B | None]]:
-        """The first of ``pieces``, blocks by group, that all groups can serve to a request of ``num_tokens``."""
-        found, allowed = list[Sequence[B | None]](), self._allowed(num_tokens, floor)
-        for index, blocks in enumerate(pieces):
-            if self._full and not _serves(blocks, index, allowed):
-                break
-            found.append(blocks)
-        served = [self._served(group, found, floor) for group in self._windows]
-        return found[: next(n for n in range(len(found), -1, -1) if all(each[n] for each in served))]
-
-    def limits(self, num_tokens: int, floor: int) -> list[tuple[int, int]]:
-        """By group the narrowest rung that serves a request of ``num_tokens``, and how many pieces may stand on it."""
-        limits = [(group.floors[floor], sys.maxsize) for group in self._tables.spec.groups]
-        for group, narrowest, number in self._allowed(num_tokens, floor):
-            limits[group] = narrowest, number
-        return limits
-
-    def in_sight(self, number: int) -> list[list[int]]:
-        """By group those of the first ``number`` pieces that the token behind them sees."""
-        num_tokens, sink = self._piece(number - 1).stop, self._tables.spec.main.num_token_slots
-        return [
-            [0] * group.sees_sink(num_tokens) + list(range(sink + group.num_passed(num_tokens), number))
-            for group in self._tables.spec.groups
-        ]
-
-    def _allowed(self, num_tokens: int, floor: int) -> list[tuple[int, int, int]]:
-        """For each group that sees all tokens: its index, its narrowest rung, and how many pieces may stand on it."""
-        allowed = []
-        for index in self._full:
-            group = self._tables.spec.groups[index]
-            narrowest = group.floors[floor]
-            allowed.append((index, narrowest, group.num_token_slots + group.split(num_tokens, narrowest)[1]))
-        return allowed
-
-    def _served(self, index: int, found: Sequence[Sequence[Standing | None]], floor: int) -> list[bool]:
-        """For each number of pieces from 0, whether a group with a window has those in sight of the next token.
-
-        They may be narrow behind the recent window of that token, so that a request shares no more narrow blocks than
-        it is counted with.
-        """
-        group = self._tables.spec.groups[index]
-        sink, narrowest, missing, narrow, served = group.num_token_slots, group.floors[floor], 0, 0, [True]
-        for number, blocks in enumerate(found, 1):
-            block = blocks[index]
-            if number > sink and (block is None or block.rung > narrowest):
-                missing = number
-            elif block is not None and block.rung > 0:
-                narrow = number
-            end = self._piece(number - 1).stop
-            first, aged = group.num_passed(end), group.newest(end) // group.block_tokens
-            has_sink = not group.sees_sink(end) or found[0][index] is not None
-            served.append(has_sink and missing <= sink + first and narrow <= sink + max(first, aged))
-        return served
-
-    def _num_exact(self, found: Sequence[Sequence[Block | None]], floor: int) -> int:
-        """The most of the pieces that are in each group as a request would have them that computed these alone.
-
-        Those behind its recent window on its floor, where they stay; the others dense, and held by nobody for whom they
-        step down at another time.
-        """
-        served = [self._are_exact(index, found, floor) for index in range(len(self._tables.groups))]
-        return next(number for number in range(len(found), -1, -1) if all(each[number] for each in served))
-
-    def _are_exact(self, index: int, found: Sequence[Sequence[Block | None]], floor: int) -> list[bool]:
-        """``_num_exact`` for one group: for each number of pieces from 0, whether it is right."""
-        group = self._tables.spec.groups[index]
-        slots, narrowest = group.num_token_slots, group.floors[floor]
-        num_settled, num_dense, right = [0], [0], [True]  # pieces up to each that are right in either place
-        for number, blocks in enumerate(found, 1):
-            block = blocks[index]
-            is_settled = is_dense = block is None or block.rung < 0  # out of sight, or a sink
-            if block is not None and block.rung >= 0:
-                is_settled = block.rung == narrowest and all(holder == narrowest for holder in block.holders)
-                is_dense = block.rung == 0 and (is_settled or not block.holders)
-            num_settled.append(num_settled[-1] + is_settled)
-            num_dense.append(num_dense[-1] + is_dense)
-            end = self._piece(number - 1).stop
-            first = min(number, slots + group.num_passed(end))
-            aged = max(first, min(number, slots + group.newest(end) // group.block_tokens))
-            right.append(
-                num_settled[aged] - num_settled[first] == aged - first
-                and num_dense[number] - num_dense[aged] == number - aged
-            )
-        return right
-
     def _take(self, found: Sequence[Sequence[Block | None]]) -> Hit:
         """The hit of these pieces."""
         if not found:
             return Hit()
-        num_tokens = self._piece(len(found) - 1).stop
+        num_tokens = piece_of(self._main, len(found) - 1).stop
         self.num_hit_tokens += num_tokens
-        blocks = [found[piece][group] for group, pieces in enumerate(self.in_sight(len(found))) for piece in pieces]
+        blocks = [
+            found[piece][group] for group, pieces in enumerate(self.rules.in_sight(len(found))) for piece in pieces
+        ]
         hit = Hit(num_tokens, [block for block in blocks if block is not None])
         self.hit_tokens.update(hit.by_rung(self._tables.spec.main, self._tables.main.index))
         return hit
@@ -257,7 +146,7 @@ class PrefixCache:
             return
         key = key or self._root(salt)
         for index in range(filed, num_pieces):
-            piece = tokens[self._piece(index)]
+            piece = tokens[piece_of(self._main, index)]
             parent, key = key, _extend(key, piece)
             self.file(key, parent, array("q", piece), [group.piece(request_id, index) for group in self._tables.groups])
             self._published[request_id] = (index + 1, key)
@@ -299,7 +188,7 @@ class PrefixCache:
 
     def next_end(self, num_computed: int) -> int:
         """Token count at which one more block is full than at ``num_computed``."""
-        end: int = self._piece(self._num_pieces(num_computed)).stop
+        end: int = piece_of(self._main, self._num_pieces(num_computed)).stop
         return end
 
     def key_at(self, request_id: str, tokens: list[int], salt: str, num_tokens: int) -> bytes:
@@ -307,7 +196,7 @@ class PrefixCache:
         filed, key = self._published.get(request_id, (0, b""))
         key = key or self._root(salt)
         for index in range(filed, self._num_pieces(num_tokens)):
-            key = _extend(key, tokens[self._piece(index)])
+            key = _extend(key, tokens[piece_of(self._main, index)])
         return key
 
     # ---- hints
@@ -434,29 +323,14 @@ class PrefixCache:
 
     def _num_pieces(self, num_tokens: int) -> int:
         """Number of pieces within ``num_tokens``, the request's slot and full blocks."""
-        group, in_blocks = self._tables.spec.main, self._tables.spec.main.in_blocks(num_tokens)
+        group, in_blocks = self._main, self._main.in_blocks(num_tokens)
         return group.num_token_slots + in_blocks // group.block_tokens if in_blocks >= 0 else 0
-
-    def _piece(self, index: int) -> slice:
-        """The range of tokens of piece ``index``, the request's slot or a block."""
-        group = self._tables.spec.main
-        stop = group.tokens_in(index + 1 - group.num_token_slots)
-        return slice(0 if index == 0 else stop - group.block_tokens, stop)
 
 
 def make_hints(tables: BlockTables, host: HostTier | None, quota: float | None = None) -> Hints:
     """Hints for pieces in the memory of ``tables`` and of ``host``, of which a tenant may use the share ``quota``."""
     nbytes = min(tables.arena.nbytes, tables.arena.nbytes if host is None else host.arena.nbytes)
     return Hints(int(RETAINED_SHARE * nbytes), int(min(RETAINED_SHARE, quota or 1.0) * nbytes))
-
-
-def _serves(blocks: Sequence[Standing | None], index: int, allowed: Iterable[tuple[int, int, int]]) -> bool:
-    """Whether the blocks of piece ``index`` are wide enough in the groups of ``PrefixCache._allowed``."""
-    for group, narrowest, num_narrow in allowed:
-        block = blocks[group]
-        if block is None or block.rung > (narrowest if index < num_narrow else 0):
-            return False
-    return True
 
 
 def _replaces(block: Block, filed: Block | None) -> bool:

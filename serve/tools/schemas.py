@@ -84,12 +84,13 @@ def types_of(schema: Any, root: JsonObject) -> frozenset[str]:
         if id(known) in seen:
             continue
         seen.add(id(known))
-        choices = known.get("anyOf", known.get("oneOf"))
-        types = _own_types(known)
-        if not types and not (isinstance(choices, list) and choices):
+        choices, types = known.get("anyOf", known.get("oneOf")), _own_types(known)
+        if types:
+            found |= types
+        elif isinstance(choices, list) and choices:
+            left += choices
+        else:
             return frozenset()
-        found |= types
-        left += [] if types else choices
     return frozenset(found)
 
 

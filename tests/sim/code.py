@@ -30,6 +30,7 @@ MODULES = {  # in order of their imports
     "idle": "qkv_engine.kv.idle",
     "borders": "qkv_engine.kv.borders",
     "checkpoints": "qkv_engine.kv.checkpoints",
+    "hits": "qkv_engine.kv.hits",
     "host_piece": "qkv_engine.kv.host_piece",
     "host_tier": "qkv_engine.kv.host_tier",
     "shortage": "qkv_engine.kv.shortage",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from qkv_engine.kv import prefix as prefix_module
-from qkv_engine.kv.prefix import Hit
+from qkv_engine.kv.hits import Hit
 
 from ...scheduler.common import BLOCK, DENSE, LADDER, RUNGS, make_space, make_spec
 

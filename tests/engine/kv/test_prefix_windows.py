@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from qkv_engine.kv.hits import Hit
 from qkv_engine.kv.manager import KVManager
-from qkv_engine.kv.prefix import Hit
 from qkv_engine.kv.spec import KVSpec
 
 from ...scheduler.common import BLOCK, RUNGS, make_group_spec, make_request, make_space, make_spec
