@@ -86,8 +86,16 @@ def test_blocks_step_down_beside_states_that_stay(folder: Path) -> None:
         engine._started.core.space.tables.check_integrity()
 
 
-def test_a_request_holds_a_slot_for_each_layer_with_a_state(engine: Engine) -> None:
-    core = engine._started.core
+@pytest.fixture
+def forgetful(folder: Path) -> Iterator[Engine]:
+    """Without a prefix cache, so that nothing is left of requests that have ended."""
+    options: dict[str, Any] = {"kv": "fp32", "kv_memory": "8MiB", "device": "cpu", "max_num_batched_tokens": 48}
+    with Engine(folder, prefix_caching=False, **options) as engine:
+        yield engine
+
+
+def test_a_request_holds_a_slot_for_each_layer_with_a_state(forgetful: Engine) -> None:
+    engine, core = forgetful, forgetful._started.core
     tables, ladder = core.space.tables, engine._started.ladder
     nbytes = SPEC.nbytes(torch.float32)
     assert ladder.states == (SPEC,) * 3 and [len(group.layers) for group in ladder.groups] == [1]

@@ -206,6 +206,17 @@ def test_idle_blocks_step_down_and_are_given_up_for_a_checkpoint():
     assert not store.num_demotions and borders(scheduler, ids(2, 500))
 
 
+def test_nothing_yields_to_a_checkpoint_that_finds_no_room_even_so(monkeypatch: pytest.MonkeyPatch):
+    scheduler = make_scheduler(5, make_spec(DENSE, others=make_states(16, 16)), prefix=True)
+    space, cached = scheduler.space, list[int]()
+    finished(scheduler, "a", ids(1, 129))
+    keep_state = space.keep_state
+    monkeypatch.setattr(space, "keep_state", lambda request: (cached.append(held(scheduler, 1)), keep_state(request)))
+    scheduler.add(make_request("b", ids(2, 330), floor=0))
+    go(scheduler, 2)
+    assert cached == [1] and borders(scheduler, ids(2, 330)) == []  # it wants two slots beside four; one is idle
+
+
 def test_a_running_request_has_checkpoints_given_up_before_it_pays():
     scheduler = make_scheduler(8, HYBRID, prefix=True)
     finished(scheduler, "a", ids(1, 300))

@@ -273,10 +273,8 @@ class Simulation:
                 self.core.step()
             except (BrokenOff, Fault) as error:
                 alone = not self.options.ahead or self.core.registry.suspects
-                goes_on = self.options.num_states > 0 and self.model.goes_on
-                require(isinstance(error, BrokenOff) or not alone or goes_on, "a fault is not narrowed down")
-                if goes_on:
-                    self.model.doomed.clear()  # else the engine tries its requests one by one, which nothing here does
+                is_expected = isinstance(error, BrokenOff) or self.model.forgives_states()
+                require(is_expected or not alone, "a fault is not narrowed down")
                 self.recover()
             finally:
                 self.in_step = False
