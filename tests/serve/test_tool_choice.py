@@ -153,7 +153,7 @@ def test_the_demo_model_calls_where_it_must(server: Running):
 def test_all_forced_calls_are_valid_under_pressure():
     """200 of 200, in memory for a few of them at full precision."""
     with Engine(kv="auto", kv_memory="6MiB", max_model_len=1900) as engine, running(engine) as server:
-        check_all(force_calls(server, 200))
+        check_all(force_calls(server, 200, max_tokens=400))
         stats = engine.stats()
         assert stats.num_demotions > 0 or stats.num_preemptions > 0
         server.wait_until_idle()
