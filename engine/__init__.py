@@ -22,12 +22,11 @@ if TYPE_CHECKING:
         RequestError,
         UnavailableError,
     )
-    from .metrics import EngineStats
+    from .metrics import EngineStats, RequestMetrics
     from .request import (
         CompletionOutput,
         KVUsage,
         Logprob,
-        RequestMetrics,
         RequestOutput,
         RequestOutputKind,
         SamplingParams,
@@ -56,7 +55,7 @@ _HOMES = {
     "CompletionOutput": "request",
     "KVUsage": "request",
     "Logprob": "request",
-    "RequestMetrics": "request",
+    "RequestMetrics": "metrics",
     "RequestOutput": "request",
     "RequestOutputKind": "request",
     "SamplingParams": "request",

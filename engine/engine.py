@@ -50,16 +50,14 @@ class Engine(Closable):
 
     KV memory
         kv: preset, path of a plan file (a ``Path``, or a string that ends in .json), or ``KVConfig``; None for "auto".
-        state_dtype: how recurrent states of a hybrid are stored: "float32", or codes of "int16" or "int8"; None for
-            what ``kv`` says, which is "float32" in presets.
+        state_dtype: of recurrent states of hybrids: "float32", "int16" or "int8"; None for what ``kv`` says.
         kv_memory: bytes, a size such as "20GiB" or "4G", or a share of the memory that is free once the weights are
             loaded, such as 0.5 or "50%"; None for the default of docs/kv_cache.md.
         fit: a ``Fit``, which chooses ``weights``, ``kv``, ``kv_memory`` and ``max_model_len``; None for none.
         host_memory: bytes of the host, a size such as "32GiB", or a share of what is free there, in which cached
             prefixes and preempted requests sleep while KV memory is short; None for none.
-        kv_store: folder in which cached prefixes outlive the engine, made if it is not there; None for none. They go
-            there by way of ``host_memory``, by default as much as KV memory, at most 4 GiB and a quarter of what is
-            free.
+        kv_store: folder in which cached prefixes outlive the engine; None for none. ``host_memory`` is by default as
+            much as KV memory then, at most 4 GiB and a quarter of what is free.
         kv_store_size: the most that its files may take: bytes, a size, or a share of the disk's free room; None for
             "20GiB".
         kv_quota: share of KV memory that each tenant may use, in (0, 1]; None for no quotas.

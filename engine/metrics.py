@@ -1,4 +1,4 @@
-"""Counters of an engine and the snapshot ``Engine.stats()`` returns."""
+"""Times of a request, counters of an engine, and the snapshot ``Engine.stats()`` returns."""
 
 from __future__ import annotations
 
@@ -152,4 +152,25 @@ class Counters(msgspec.Struct):
     num_steps: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    num_preemptions: int = 0
+
+
+class RequestMetrics(msgspec.Struct, kw_only=True):
+    """Times of a request's events, in seconds of ``time.monotonic()``; None until the event has happened.
+
+    Fields
+        arrival_time: it was submitted.
+        first_scheduled_time: its first step was launched.
+        first_token_time, last_token_time: its first and newest output token came.
+        finished_time: it ended.
+        token_times: times of the output tokens of the first completion.
+        num_preemptions: how often it gave its KV blocks back, to be computed again.
+    """
+
+    arrival_time: float = 0.0
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+    token_times: list[float] = []
     num_preemptions: int = 0

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from .metrics import RequestMetrics
+
 if TYPE_CHECKING:
     from .errors import QKVError
 
@@ -212,27 +214,6 @@ class CompletionOutput(msgspec.Struct, kw_only=True, gc=False):
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
-
-
-class RequestMetrics(msgspec.Struct, kw_only=True):
-    """Times of a request's events, in seconds of ``time.monotonic()``; None until the event has happened.
-
-    Fields
-        arrival_time: it was submitted.
-        first_scheduled_time: its first step was launched.
-        first_token_time, last_token_time: its first and newest output token came.
-        finished_time: it ended.
-        token_times: times of the output tokens of the first completion.
-        num_preemptions: how often it gave its KV blocks back, to be computed again.
-    """
-
-    arrival_time: float = 0.0
-    first_scheduled_time: float | None = None
-    first_token_time: float | None = None
-    last_token_time: float | None = None
-    finished_time: float | None = None
-    token_times: list[float] = []
-    num_preemptions: int = 0
 
 
 class KVUsage(msgspec.Struct, frozen=True):

@@ -64,12 +64,8 @@ BOUNDS = {
 }
 BIAS_BOUNDS = Bound(float, -100, 100)
 FLAGS = (
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "detokenize",
-    "skip_special_tokens",
-    "separate_reasoning",
-    "kv_pinned",
+    *("ignore_eos", "include_stop_str_in_output", "detokenize"),
+    *("skip_special_tokens", "separate_reasoning", "kv_pinned"),
 )
 GENERATION_FIELDS = {
     "temperature": "temperature",

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from ..device.logprobs import TokenLogprobs
 from ..errors import QKVError, RequestError
+from ..metrics import RequestMetrics
 from ..request import (
     FINISHED,
     CompletionOutput,
@@ -16,7 +17,6 @@ from ..request import (
     KVUsage,
     Logprob,
     Request,
-    RequestMetrics,
     RequestOutput,
     RequestOutputKind,
     RequestStatus,

@@ -375,10 +375,8 @@ class Simulation:
     def _note_end(self, request: Request) -> None:
         truth = self.model.truths.pop(request)
         require(request.request_id not in self.outputs, "a request ended twice")
-        alone = Truth(
-            Request("", request.prompt_token_ids, request.params, 1, floor=request.floor, seed=request.seed),
-            truth.groups,
-        )
+        twin = Request("", request.prompt_token_ids, request.params, 1, floor=request.floor, seed=request.seed)
+        alone = Truth(twin, truth.groups)
         for found in request.output_token_ids:
             require(found == alone.next_token(len(alone.tokens)), "an answer differs from the one given alone")
             alone.tokens.append(found)
