@@ -57,6 +57,10 @@ class Host(Records):
         """Whether bytes for that address of host memory are on their way still."""
         return any(copy.host == address and not comes for copy, comes in self._late)
 
+    def is_fetched(self, address: int) -> bool:
+        """Whether bytes for that address of the device are on their way still."""
+        return any(copy.device == address and comes for copy, comes in self._late)
+
     def is_used(self, address: int, nbytes: int, by_reads: bool) -> bool:
         """Whether bytes there are on their way to host memory still; ``by_reads``: or from there."""
         late = [(copy.host, copy.host + copy.nbytes) for copy, comes in self._late if by_reads or not comes]

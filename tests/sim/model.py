@@ -201,6 +201,8 @@ class Model:
         doubtful = self.unknown.union(*(self.simulation.blocks_of(request) for request in self.tainted))
         entries = self._space.prefix._entries
         for (key, _), block in self._space.cached.blocks().items():
+            if self._device.host.is_fetched(block.slot.address):  # whoever reads it waits for that
+                continue
             record = self._record(block)
             require(record.count == len(entries[key].tokens), "a cached block is not full")
             require(not record.spoilt or block in doubtful, "bad values are offered")
