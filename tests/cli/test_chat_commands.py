@@ -179,10 +179,10 @@ def test_params_refuse_kindly_and_change_nothing(shell: Shell, line: str, hint: 
 
 
 def test_every_parameter_says_in_words_what_it_takes(shell: Shell):
-    texts = ("stop", "kv_floor", "tenant", "cache_salt")  # which take any word
+    texts = ("stop", "kv_floor", "tenant", "cache_salt", "session")  # which take any word
     for name in SETTABLE:
         if name not in texts:
-            with pytest.raises(RequestError, match=f"{name} takes an? (number|integer|JSON)|true or false"):
+            with pytest.raises(RequestError, match=f"{name} takes an? (number|integer|JSON)|true or false|not a time"):
                 set_param(shell.conversation.params, name, "?", shell.conversation.engine)
 
 

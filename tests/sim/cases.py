@@ -226,7 +226,7 @@ CASES = {
         (*KINDS, "shrink", "growth"),
     ),
     "host": Case(
-        with_host, range(11_000, 11_024), range(11_100, 11_600),
+        with_host, range(11_028, 11_052), range(11_100, 11_600),
         (*(kind for kind in KINDS if kind != "refused"), "out", "written", "fetched", "parked"),
     ),
     "states": Case(

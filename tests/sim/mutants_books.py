@@ -239,14 +239,14 @@ BOOKS = (
     Patch("the cache holds no reference", "prefix", "PrefixCache._put", "block.refs += 1", ""),
     Patch(
         "a hit may be narrower than the floor",
-        "prefix",
+        "hits",
         "_serves",
         "(narrowest if index < num_narrow else 0)",
         "(99 if index < num_narrow else 0)",
     ),
     Patch(
         "a hit in the recent window may be narrow",
-        "prefix",
+        "hits",
         "_serves",
         "(narrowest if index < num_narrow else 0)",
         "narrowest",

@@ -50,8 +50,8 @@ CORE = (
         "one failure takes the batch along",
         "recovery",
         "Recovery.run_again",
-        "len(batch) > 1 or (is_out_of_memory(error) and batch.num_tokens > 1)",
-        "False and (is_out_of_memory(error) and batch.num_tokens > 1)",
+        "len(batch) > 1 or may_halve",
+        "False",
     ),
     Patch(
         "holders of bad values go on",

@@ -159,10 +159,10 @@ IDLE = (
         "self.num_demotions if block.holders else self.num_idle_demotions",
         "self.num_demotions",
     ),
-    Patch("a hit is told as wide", "prefix", "Hit.by_rung", "max(0, block.rung)", "0"),
+    Patch("a hit is told as wide", "hits", "Hit.by_rung", "max(0, block.rung)", "0"),
     Patch(
         "a hit's sink is told as a block",
-        "prefix",
+        "hits",
         "Hit.by_rung",
         "group.block_tokens if block.rung >= 0 else group.sink",
         "group.block_tokens",

@@ -224,7 +224,7 @@ STORE = (
         "a full queue takes more",
         "writer",
         "WriterThread.put",
-        "self._closing or not self.has_room(job.nbytes)",
+        "self._closing or is_full",
         "self._closing",
     ),
     Patch(
