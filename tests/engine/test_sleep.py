@@ -196,6 +196,7 @@ def test_no_time_is_refused(engine: Engine, timeout: float):
     assert not engine.is_asleep
 
 
+@pytest.mark.slow
 def test_many_times_beside_requests(engine: Engine):
     alone = engine.generate([f"{index}: {PROMPT}" for index in range(4)], PARAMS)
     streams = begun(engine, 4)
