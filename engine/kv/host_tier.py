@@ -37,6 +37,7 @@ class HostTier:
         self._main = spec.groups.index(spec.main)
         self._pieces: OrderedDict[bytes, HostPiece] = OrderedDict()  # by key, the least recently used first
         self._unsure: dict[HostBlock, HostPiece] = {}  # copies whose sources are remembered
+        self._gone: dict[Block, tuple[bytes, int]] = {}  # blocks given up: their keys, by commands that have not ended
         self._busy: dict[Slot, int] = {}  # slots in copies that may be under way, with the number of their command
         self._held: set[Slot] = set()  # slots that the disk reads or writes
         self._coming: dict[bytes, HostPiece] = {}  # pieces that the disk is to bring, by key
@@ -97,6 +98,7 @@ class HostTier:
 
         Returns whether there is such a copy now.
         """
+        self._gone[block] = key, self.num_commands + 1
         piece = self._pieces.get(key)
         copy = None if piece is None or piece.tokens != tokens else piece.blocks[block.group]
         if copy is None or copy.rung > block.rung:
@@ -166,6 +168,7 @@ class HostTier:
 
     def confirm(self, command: int) -> None:
         """Notes that commands up to this one have ended, and that all of their bad values are known."""
+        self._gone = {block: left for block, left in self._gone.items() if left[1] > command}
         for copy in [copy for copy in self._unsure if copy.command <= command]:
             del self._unsure[copy]
             copy.source = None
@@ -242,10 +245,15 @@ class HostTier:
 
     # ---- taking out
 
-    def distrust(self, blocks: Collection[Block]) -> None:
-        """Takes out the copies of ``blocks``, whose values turned out bad, as far as their sources are remembered."""
+    def distrust(self, blocks: Collection[Block]) -> list[bytes]:
+        """Takes out the copies of ``blocks``, whose values turned out bad, as far as their sources are remembered.
+
+        Returns the keys of those that were given up in the command that found them bad: an earlier, wider copy of one
+        may be kept.
+        """
         for copy, piece in [each for each in self._unsure.items() if each[0].source in blocks]:
             self._remove(piece, copy)
+        return [self._gone[block][0] for block in blocks if block in self._gone]
 
     def purge(self, key: bytes) -> None:
         """Takes out the piece of that key, and does not take it from the disk."""
@@ -259,6 +267,7 @@ class HostTier:
         for piece in list(self._pieces.values()):
             self._remove_all(piece)
         self._coming.clear()
+        self._gone.clear()
         fetches, self._fetches = self._fetches, {}
         return [fetch.block for fetch in fetches.values()]
 

@@ -185,11 +185,10 @@ class HostTraffic:
 
     def purge(self, blocks: Collection[Block], entries: Iterable[Entry]) -> None:
         """Takes out the copies of ``blocks``, and of those of ``entries``, whose values are not trusted."""
-        for entry in entries:
-            self.tier.purge(entry.key)
+        for key in [*(entry.key for entry in entries), *self.tier.distrust(blocks)]:
+            self.tier.purge(key)
             if self.disk is not None:
-                self.disk.forget(entry.key)
-        self.tier.distrust(blocks)
+                self.disk.forget(key)
 
     def clear(self) -> None:
         """Gives up all copies, and blocks that wait for their bytes."""

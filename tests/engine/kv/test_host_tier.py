@@ -135,3 +135,21 @@ def test_a_block_that_goes_before_it_is_written_ahead_is_copied_at_once():
     space.prefix.clear()
     space.begin_step(None)
     assert tier.stats().used_nbytes == 0
+
+
+def test_an_earlier_copy_goes_with_a_block_that_turns_out_bad_as_it_is_given_up():
+    space, tier = make_hosted(12, 8, LADDER)
+    ended(space, "a", 1)
+    blocks = space.idle(3)
+    space.prefix.host.park(blocks)
+    carry_out(space)
+    space.demote([(block, 1) for block in blocks])
+    while space.evict():
+        pass
+    assert tier.stats().num_blocks == 3 and not space.has_copies
+    take_moves(space.tables)
+    space.distrust(blocks[:1])
+    assert tier.stats().num_blocks == 2
+    space.confirm(space.num_commands)
+    space.distrust(blocks[1:])  # a later command can tell nothing of them
+    assert tier.stats().num_blocks == 2
