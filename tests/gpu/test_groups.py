@@ -1,8 +1,8 @@
 """Models whose layers are of several kinds on a GPU beside the CPU, with KV at 4 and 2 bits, all rungs in one batch.
 
-Both engines compute in float32 and store blocks at the same positions, so that they read equal codes but for a few on a
-border. What is left between them is measured by what the codes themselves cost: a block that is read at another rung, in
-another group or beyond its window costs as much as all of them.
+Both engines compute in float32 and store blocks at the same positions, so that they read equal codes but for a few on
+a border. What is left between them is measured by what the codes themselves cost: a block that is read at another rung,
+in another group or beyond its window costs as much as all of them.
 """
 
 from __future__ import annotations
