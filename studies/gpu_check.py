@@ -138,6 +138,17 @@ def hybrid_prompts(machine: Machine) -> Iterator[Figure]:
     yield Figure("of the products' limit", limit / seconds, "times", 0.7, most=False)
 
 
+def determinism(machine: Machine) -> Iterator[Figure]:
+    """Steps of requests of 2,048 tokens in a deterministic engine, over those in another."""
+    usual, steady = (
+        list(steps(machine, "qwen3-8b", "int4", [1, 64], 2048, memory="60GiB", deterministic=is_steady))
+        for is_steady in (False, True)
+    )
+    for step, longer, target in zip(usual, steady, (1.15, 1.3), strict=True):
+        yield Figure(f"batch {step.batch}, deterministic", 1e3 * longer.seconds, "ms")
+        yield Figure("over a step as usual", longer.seconds / step.seconds, "times", target)
+
+
 def host(machine: Machine) -> Iterator[Figure]:
     """A prompt of 32,768 tokens that another one drove out of KV memory, back from host memory."""
     length = machine.tokens(32_768)
@@ -197,6 +208,7 @@ PARTS: Mapping[str, Part] = {
     "windows": windows,
     "hybrid-steps": hybrid_steps,
     "hybrid-prompts": hybrid_prompts,
+    "determinism": determinism,
     "host": host,
     "resize": resize,
     **{f"tests-{path.stem[5:]}": partial(run_tests, path) for path in sorted(TESTS.glob("test_*.py"))},

@@ -94,10 +94,10 @@ BOUND = 1e-3
 ERROR_RATIO, LEAST_ERROR = 1.5, 0.003
 
 
-def save(family: str, folder: Path) -> Path:
-    """Writes a model with random values in all its parameters."""
+def save(family: str, folder: Path, changes: dict[str, Any] | None = None) -> Path:
+    """Writes a model with random values in all its parameters; of ``changes`` in place of ``FAMILIES``, if given."""
     torch.manual_seed(0)
-    config = config_class(family)(**{**SIZES, **FAMILIES[family]})
+    config = config_class(family)(**{**SIZES, **(changes or FAMILIES[family])})
     config._experts_implementation = "eager"
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     fill(model)
