@@ -20,7 +20,7 @@ from .state import DeltaWeights, StateSpec
 from .step_kernels import conv_step_kernel, delta_step_kernel, gated_norm_kernel
 
 CONV_TILE = 256  # channels of a program
-STEP_COLUMNS, SCAN_COLUMNS, SOLVE_COLUMNS = 32, 32, 64  # of a head's values
+STEP_COLUMNS, SCAN_COLUMNS, SOLVE_COLUMNS = 32, 64, 64  # of a head's values
 ELEMENT = {FLOAT32: tl.float32, INT16: tl.int16, INT8: tl.int8}
 
 
@@ -150,7 +150,9 @@ def chunk_solve_variant(spec: StateSpec, dtype: torch.dtype) -> tuple[dict[str, 
 def chunk_scan_variant(spec: StateSpec, dtype: torch.dtype) -> tuple[dict[str, Any], int]:
     """Compile-time arguments and warps of ``chunk_scan_kernel``."""
     products = {"CHUNK": CHUNK, "PRECISION": _precision(dtype)}
-    return {**_heads(spec), **_blocks(spec, SCAN_COLUMNS), **products, **_format(spec)}, 8
+    blocks = _blocks(spec, SCAN_COLUMNS)
+    blocks["BLOCK_V"] = max(blocks["BLOCK_V"], SCAN_COLUMNS if dtype.itemsize == 2 else 16)  # see SCAN_COLUMNS
+    return {**_heads(spec), **blocks, **products, **_format(spec)}, 8
 
 
 def narrow_variant(spec: StateSpec, new: StateFormat, dtype: torch.dtype) -> tuple[dict[str, Any], int]:
