@@ -52,4 +52,4 @@ def test_states_are_part_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     nbytes = nbytes_for(config, 20, 1000)
     ladder = make_ladder(PRESETS["bf16"], config, torch.bfloat16)
     assert make_tables.call_count <= 5 and largest_batch(ladder, nbytes, 1000) == 20
-    assert nbytes >= 20 * (50 * 2**20 + 8 * 4 * 2**20)
+    assert nbytes >= 20 * (48 + 8 * 4) * 2**20
