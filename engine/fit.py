@@ -22,6 +22,7 @@ from qkv_engine.models.loader import is_unpacked, num_parameters, resolve_dtype,
 from .config import STATE_DTYPES, WEIGHTS, EngineConfig, Fit, KVConfig
 from .device.layouts import Ladder
 from .device.memory import check_free, default_memory, free_memory
+from .device.per_token import per_token
 from .errors import CapacityError, ConfigError
 from .kv.demand import Demand, Share
 from .kv.slabs import make_tables
@@ -166,7 +167,7 @@ def _row(task: FitTask, name: str | None, weights: int, kv: KVConfig, ladder: La
         left_bytes=task.nbytes - weights - kv_bytes,
         step_bytes=weights + kv_bytes,
         weights_bits=round(8 * weights * task.num_ranks / num_parameters(task.model), 3),
-        kv_bits=round(ladder.effective_bits(at), 3),
+        kv_bits=round(per_token(ladder, at, task.context).bits, 3),
         weights_loss=lost,
         kv_loss=kv_lost,
         loss=None if lost is None or kv_lost is None else lost + kv_lost,

@@ -24,14 +24,13 @@ from qkv_engine.kernels.formats.family import SideName
 from ..config import BLOCK_TOKENS, KVConfig, RungConfig
 from ..errors import ConfigError
 from ..kv.spec import GroupSpec, KVSpec, RequestSlot, RungSize
-from ..layer_kv import LayerKV
+from ..layer_kv import WINDOW_BITS, LayerKV
 from ..window import RecentWindow
 
 if TYPE_CHECKING:
     import torch
 
 SIDES: tuple[SideName, SideName] = ("k", "v")
-WINDOW_BITS = 8  # the fewest of a rung on which blocks of layers with a window stand by default
 SLOT_ALIGN = 128  # bytes: slots start on a cache line
 
 
@@ -214,10 +213,6 @@ class Ladder:
     def block_nbytes(self, rung: int) -> int:
         """Bytes of a block on the ladder's ``rung`` in all layers."""
         return sum(each.block_nbytes for each in self.at(rung))
-
-    def effective_bits(self, rung: int) -> float:
-        """Bits per KV element of all layers on the ladder's ``rung``, with every byte of the slots counted."""
-        return 8 * self.block_nbytes(rung) / sum(each.num_elements for each in self.at(rung))
 
     def stored(self, rung: int) -> RungConfig:
         """The formats of K and V in which each layer stores blocks on the ladder's ``rung``."""

@@ -34,14 +34,6 @@ def make_tables(spec: KVSpec, nbytes: int, granule: int = 1) -> BlockTables:
     return BlockTables(make_arena(spec, nbytes, granule), spec)
 
 
-def capacity(spec: KVSpec, nbytes: int, rung: int, context: int) -> int:
-    """Tokens of one request of a model with ``context`` that fits alone on ``rung`` in ``nbytes``.
-
-    Raises ``CapacityError`` as ``make_tables``.
-    """
-    return make_tables(spec, nbytes).max_tokens(rung, context=context)
-
-
 def make_arena(spec: KVSpec, nbytes: int, granule: int = 1) -> Arena:
     """An arena for blocks of ``spec`` in ``nbytes``, aligned, with the slabs that waste least.
 
