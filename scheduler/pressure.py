@@ -107,9 +107,9 @@ class Pressure:
     def stretch(self, request: Request, num_tokens: int) -> int:
         """Reserves as many of the first ``num_tokens`` tokens as there can be room for; returns their number.
 
-        Leaves each other running request the block for its next token, which admission promised it. For a request that
-        waits nothing steps down unless it may start even with all blocks on their floors: those that begin a slab there
-        may take the room that there was. Nor does an idle block, or is given up, unless it may start without any.
+        Leaves each other running request the block for its next token, which admission promised it. Nothing steps down
+        unless ``request`` gets a block even with all blocks on their floors: those that begin a slab there may take the
+        room that there was. For one that waits no idle block does, or is given up, unless it may start without any.
         """
         if num_tokens == request.num_computed_tokens + 1 and self._reserve(request, num_tokens):
             return num_tokens
@@ -119,7 +119,7 @@ class Pressure:
         if room < num_tokens and (runs or self._could_start_without_idle(request, spare)):
             while room < num_tokens and self._yield_idle(self.space.shortage(request, num_tokens, spare)):
                 room = self.space.room_for(request, num_tokens, spare)
-        if room < num_tokens and (runs or self._could_start(request, spare)):
+        if room < num_tokens and self._could_grow(request, spare):
             while room < num_tokens and self._relieve(request, self.space.shortage(request, num_tokens, spare)):
                 room = self.space.room_for(request, num_tokens, spare)
         return room if room and self._reserve(request, room) else 0
@@ -205,14 +205,14 @@ class Pressure:
 
     def _could_start_without_idle(self, request: Request, spare: int) -> bool:
         """Whether a token of a waiting ``request`` had room without idle blocks, or if others stepped down, too."""
-        return self._ends_without_idle(self._shortage_of_start(request, spare), request.params.tenant)
+        return self._ends_without_idle(self._shortage_of_growth(request, spare), request.params.tenant)
 
-    def _could_start(self, request: Request, spare: int) -> bool:
-        """Whether a token of a waiting ``request`` had room if all blocks that may step down stood on their floors."""
-        return self._eased_on_floors(self._shortage_of_start(request, spare), request.params.tenant)
+    def _could_grow(self, request: Request, spare: int) -> bool:
+        """Whether another token of ``request`` had room if all blocks that may step down stood on their floors."""
+        return self._eased_on_floors(self._shortage_of_growth(request, spare), request.params.tenant)
 
-    def _shortage_of_start(self, request: Request, spare: int) -> ShortageLike:
-        return self.space.shortage(request, request.num_computed_tokens + 1, spare)
+    def _shortage_of_growth(self, request: Request, spare: int) -> ShortageLike:
+        return self.space.shortage(request, request.num_reserved_tokens + 1, spare)
 
     def _ends_without_idle(self, shortage: ShortageLike, tenant: str) -> bool:
         """Whether ``shortage`` ended without idle blocks, or if others stepped down for ``tenant``, too."""

@@ -249,6 +249,20 @@ def test_a_chunk_leaves_the_others_their_next_block(monkeypatch: pytest.MonkeyPa
     assert len(scheduler.space.tables.main["old"].blocks) == 2
 
 
+def test_nothing_steps_down_for_a_chunk_where_the_slab_that_it_begins_takes_the_next_block():
+    sink = 32
+    window = make_spec(RUNGS[:2], visible=BLOCK + 1, sink=sink, sink_nbytes=4)
+    scheduler = make_scheduler(15, window, slab_blocks=4, budget=5000)  # beside reserve and sinks 7 blocks
+    for name in "ab":
+        scheduler.add(make_request(name, sink + 12 * BLOCK, 1, floor=1))
+    first = scheduler.schedule()
+    assert shape(first) == [("a", 0, sink + 7 * BLOCK), ("b", 0, sink)]
+    run(scheduler, first)
+    # What A's window holds could step down, but a slab is four blocks and one is left.
+    assert shape(scheduler.schedule()) == [("a", sink + 7 * BLOCK, 5 * BLOCK), ("b", sink, BLOCK)]
+    assert scheduler.num_preemptions == 0 and rungs(scheduler, "a", "b") == [[0] * 6, [0]]
+
+
 def test_requests_that_fit_on_their_floors_run_together_without_preemption():
     scheduler = make_scheduler(12, LADDER, seqs=16, budget=300)
     requests = [make_request(f"r{i}", ids(i, 3.3), BLOCK) for i in range(7)]

@@ -54,6 +54,16 @@ class Model:
         self.tainted.clear()
         self.unknown.clear()
 
+    def begin_calm(self) -> None:
+        """Notes that all have to finish from here on: with states no fault is left, which would have all start over."""
+        if self.options.num_states:
+            self.doomed.clear()
+
+    @property
+    def _fault_rate(self) -> float:
+        """Share of requests that fail in a step."""
+        return 0.0 if self.simulation.is_calm and self.options.num_states else self.options.faults
+
     def forgives_states(self) -> bool:
         """Ends all faults if the last step went on from states, which is never run again; whether it did.
 
@@ -79,7 +89,7 @@ class Model:
 
     def compute(self, batch: Any) -> tuple[list[tuple[Any, SampledToken | None]], Fault | None]:
         """Computes a step; now and then it breaks off: before or after it wrote, or when it is waited for."""
-        rng, faults = self.rng, self.options.faults
+        rng, faults = self.rng, self._fault_rate
         self.doomed.update(item.request for item in batch.items if rng.random() < faults / 2)
         broken = any(item.request in self.doomed for item in batch.items) and rng.choice(("soon", "late", "later"))
         self.goes_on = any(item.start for item in batch.items)

@@ -323,4 +323,12 @@ GROUP_BUGS = (
         "self._remove(entry)",
         "self._remove_part(entry, 0)",
     ),
+    _bug(
+        2_000_451,
+        "blocks step down for a chunk, whatever the slabs they begin take",
+        "pressure",
+        "Pressure.stretch",
+        "self._could_grow(request, spare)",
+        "(runs or self._could_grow(request, spare))",
+    ),
 )

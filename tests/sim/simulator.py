@@ -125,6 +125,7 @@ class Simulation:
     def finish_all(self) -> None:
         """Lets all finish, in a step for each token left (two when running ahead), and checks that nothing is left."""
         self.is_calm = True
+        self.model.begin_calm()
         self._finish()
         if self.options.resizes:  # when nobody is there
             self._resizes.ask(self.options.nbytes // 2)

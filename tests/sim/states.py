@@ -103,6 +103,8 @@ class States:
         lacks = bool(wanted) and space.memory.packed(wanted) > space.memory.limit()
         require((found is not None) == lacks, f"a checkpoint lacks room: {found is not None}, reckoned anew {lacks}")
         space.needy, space.wanted, space.short = request, wanted, lacks
+        if lacks:  # beside the blocks that the request asks for
+            space.asked[f"checkpoint of {request.request_id}"] = -(-sum(wanted) // sum(space.holdings.dense(1))) + 1
         return found
 
     def keep_state(self, request: Any) -> None:

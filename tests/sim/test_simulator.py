@@ -80,8 +80,8 @@ def test_steps_down_that_take_the_room_of_a_waiting_request_are_found():
         "a request that has room for a token starts whatever steps down",
         "pressure",
         "Pressure.stretch",
-        "self._could_start(request, spare)",
-        "(room > request.num_computed_tokens or self._could_start(request, spare))",
+        "self._could_grow(request, spare)",
+        "(room > request.num_computed_tokens or self._could_grow(request, spare))",
     )
     with pytest.raises(Broken, match="for one who is not admitted"):
         Simulation(draw(10_550), unchecked).run(CHAOS)
