@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from .block import Block
 from .hints import DONE, PLAIN, Hints
-from .spec import GroupSpec
+from .spec import KVSpec
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +54,7 @@ class IdleBlocks:
 
     def __init__(
         self,
-        groups: Sequence[GroupSpec],
+        spec: KVSpec,
         entries: Mapping[bytes, Entry],
         children: Mapping[bytes, int],
         cached: Mapping[Block, Entry],
@@ -62,7 +62,9 @@ class IdleBlocks:
     ):
         self._hints = hints
         self._entries, self._children, self._cached = entries, children, cached
-        self._full = [index for index, group in enumerate(groups) if group.visible is None]
+        self._full = spec.full
+        self._counted: dict[bytes, list[tuple[int, int]]] = {}  # kinds of blocks of an entry that can be given up
+        self._kinds: Counter[tuple[int, int]] = Counter()  # of all of them
         self.serials = count()
         # Heaps, some of whose items are out of date: blocks that can step down as (rung, since, block), and what can be
         # given up as (rank of the hints, whether cached blocks follow, since, group, key).
@@ -77,9 +79,32 @@ class IdleBlocks:
 
     def kinds(self) -> Counter[tuple[int, int]]:
         """Numbers by group and rung of the blocks that can be given up."""
-        is_alone = len(self._full) < 2  # asked of many blocks: mostly each can go by itself
-        idle = ((block, entry) for block, entry in self._cached.items() if block.refs == 1)
-        return Counter((b.group, b.rung) for b, entry in idle if is_alone or self._can_go(entry, b.group))
+        return self._kinds.copy()
+
+    def count(self, entry: Entry) -> None:
+        """Counts anew what can be given up of ``entry``, whose blocks changed."""
+        self.uncount(entry)
+        found = [
+            (block.group, block.rung)
+            for block in entry.blocks
+            if block is not None and block.refs == 1 and self._can_go(entry, block.group)
+        ]
+        if found:
+            self._counted[entry.key] = found
+            self._kinds.update(found)
+
+    def uncount(self, entry: Entry) -> None:
+        """Counts out what could be given up of ``entry``."""
+        for kind in self._counted.pop(entry.key, ()):
+            self._kinds[kind] -= 1
+            if not self._kinds[kind]:
+                del self._kinds[kind]
+
+    def recount(self, block: Block) -> None:
+        """``count`` for the entry of ``block``, if it is cached."""
+        entry = self._cached.get(block)
+        if entry is not None:
+            self.count(entry)
 
     def coldest(self, number: int) -> list[Block]:
         """The first ``number`` blocks to step down: of the widest ones the least recently used first."""
@@ -117,6 +142,7 @@ class IdleBlocks:
         entry = self._cached.get(block)
         if entry is None:
             return
+        self.count(entry)
         self._hints.used(entry.key)
         since = entry.since[block.group] = next(self.serials)
         self._file_step(block, since)
@@ -166,6 +192,8 @@ class IdleBlocks:
 
     def clear(self) -> None:
         """Forgets all blocks."""
+        self._counted.clear()
+        self._kinds.clear()
         self._steps.clear()
         self._exits.clear()
         if self._settled is not None:

@@ -46,16 +46,15 @@ class PrefixCache:
         """``hints``: of how long pieces are of use; None for new ones."""
         self._tables = tables
         self._model = model
-        groups, self._main = tables.spec.groups, tables.spec.main
-        self._full = [index for index, group in enumerate(groups) if group.visible is None]
+        self._main, self._full = tables.spec.main, tables.spec.full
         self.rules = HitRules(tables.spec)
         self._entries: dict[bytes, Entry] = {}
         self._of_block: dict[Block, Entry] = {}
         self._children: dict[bytes, int] = {}
         self.hints = make_hints(tables, host) if hints is None else hints
-        self.idle = IdleBlocks(groups, self._entries, self._children, self._of_block, self.hints)
+        self.idle = IdleBlocks(tables.spec, self._entries, self._children, self._of_block, self.hints)
         self.checkpoints = Checkpoints(tables, self.idle.serials, self.hints)
-        tables.store.on_lone = self.idle.fell_idle
+        tables.store.on_lone, tables.store.on_change = self.idle.fell_idle, self.idle.recount
         tables.store.host = host
         if host is not None:
             host.hints = self.hints
@@ -166,6 +165,7 @@ class PrefixCache:
             self._children[parent] = self._children.get(parent, 0) + 1
         for block in better:
             self._put(entry, block)
+        self.idle.count(entry)
         if self.host is not None:
             self.host.filed(key)
 
@@ -292,6 +292,7 @@ class PrefixCache:
     def _remove(self, entry: Entry) -> None:
         """Takes an entry out, all blocks that it has, and its checkpoint."""
         del self._entries[entry.key]
+        self.idle.uncount(entry)
         self.checkpoints.lose(entry.key)
         if self.host is None:
             self.hints.forget(entry.key)
@@ -311,6 +312,7 @@ class PrefixCache:
         assert block is not None
         del self._of_block[block]
         entry.blocks[index] = None
+        self.idle.count(entry)
         self._tables.store.drop(block)
         if not any(entry.blocks):
             self._remove(entry)
