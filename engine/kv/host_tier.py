@@ -101,6 +101,9 @@ class HostTier:
         self._gone[block] = key, self.num_commands + 1
         piece = self._pieces.get(key)
         copy = None if piece is None or piece.tokens != tokens else piece.blocks[block.group]
+        if piece is not None and copy is not None and copy in self._writes and copy.rung != block.rung:
+            self._remove(piece, copy)  # the block stepped down since
+            copy = None
         if copy is None or copy.rung > block.rung:
             copy = self._keep(key, parent, tokens, block)
             if copy is None:

@@ -164,6 +164,16 @@ def with_disk(options: Options) -> Options:
     )  # fmt: skip
 
 
+def with_doubts(options: Options) -> Options:
+    """The same options with a disk, and values that turn bad while nobody looks."""
+    rng = random.Random(f"doubts {options.seed}")
+    changed = with_disk(options)
+    return replace(
+        changed, unseen=rng.choice((0.1, 0.4)), bad_blocks=rng.choice((0.0, 0.2)), faults=0.0, returns=0.9,
+        eager=False, recoveries=0.0, copies=0.0, ahead=rng.random() < 0.7, num_prompts=1, salts=rng.choice((1, 2)),
+    )  # fmt: skip
+
+
 def with_hints(options: Options) -> Options:
     """The same options with hints of sessions and times, half with a host tier, some with a disk behind it."""
     rng = random.Random(f"hints {options.seed}")
@@ -236,6 +246,10 @@ CASES = {
     "disk": Case(
         with_disk, range(12_000, 12_016), range(12_100, 12_600),
         (*(kind for kind in KINDS if kind != "refused"), "out", "written", "fetched", "saved", "read", "torn"),
+    ),
+    "doubts": Case(
+        with_doubts, range(14_000, 14_012), range(14_100, 14_400),
+        ("out", "written", "fetched", "saved", "read", "unseen"),
     ),
     "hints": Case(
         with_hints, range(13_000, 13_016), range(13_100, 13_600),

@@ -60,7 +60,13 @@ class Hosted:
             return
         landing = [fetch for fetch in self.tier._fetches.values() if fetch.command <= self.tier.num_commands]
         kept = [fetch for fetch in landing if self._copy(fetch.piece.key, fetch.copy.group) is fetch.copy]
+        wide = {(piece.key, copy.group): copy.rung for piece in self.tier._pieces.values() for copy in piece.held()}
         self._real.begin_step(copy_nbytes)
+        for (key, group), rung in wide.items():
+            copy = self._copy(key, group)
+            require(copy is not None and copy.rung <= rung, "a copy gave way to a narrower one")
+        readings = [] if self.traffic is None else self.traffic._readings
+        require(not any(r.job is not None and r.job.is_over for r in readings), "a read that is over stays under way")
         require(not any(fetch.copy in self.tier._fetches for fetch in landing), "a block never lands")
         cached = self._space.cached.blocks()
         for fetch in landing:

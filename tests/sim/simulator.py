@@ -23,6 +23,7 @@ from .code import Code, load
 from .core_checks import check_answer, check_core
 from .device import Device, mix
 from .disk import SLOW, FakeDisk, bad_sources, check_disk
+from .doubts import spoil_unseen, take_sealed_bad
 from .hinted import end_session, timed_hints
 from .host import Host
 from .invariants import check_batch, check_books, check_queues, check_room
@@ -318,6 +319,8 @@ class Simulation:
         bad = spoil_moved(self)
         moves = self.device.apply(self.space.tables.store)
         note_fetched(self)
+        bad |= take_sealed_bad(self)
+        spoil_unseen(self)
         self.counts["demotion"] += sum(move.old != move.new for move in moves)
         self.counts["copy"] += sum(move.old == move.new for move in moves)
         self.counts["mined"] += sum(move.mining is not None for move in moves)
