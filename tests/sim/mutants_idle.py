@@ -68,7 +68,13 @@ IDLE = (
         "self._extra[self._tables.groups[group].sizes[rung]] -= number",
         "",
     ),
-    Patch("blocks in use count as idle", "idle", "IdleBlocks.count", "block is not None and block.refs == 1 and self._can_go(entry, block.group)", "block is not None"),
+    Patch(
+        "blocks in use count as idle",
+        "idle",
+        "IdleBlocks.count",
+        "block is not None and block.refs == 1 and self._can_go(entry, block.group)",
+        "block is not None",
+    ),
     Patch("bytes in use count as idle", "idle", "IdleBlocks.nbytes", "block.refs == 1", "True"),
     Patch("who falls idle later is older", "idle", "IdleBlocks.fell_idle", "next(self.serials)", "-next(self.serials)"),
     Patch(
