@@ -110,8 +110,10 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
         is_free = disk is None or disk.settle()
         tier = HostTier(ladder.spec, host_nbytes, cache.arena.slab_nbytes) if host_nbytes and is_free else None
         hints = make_hints(cache.tables, tier, config.kv_quota)
-        prefix = PrefixCache(cache.tables, name_of_keys, tier, disk, hints=hints) if config.prefix_caching else None
-        return KVManager(cache.tables, prefix, config.kv_quota, deterministic=config.deterministic)
+        quota = config.kv_quota
+        given = cache.tables, name_of_keys, tier, disk
+        prefix = PrefixCache(*given, hints=hints, quota=quota) if config.prefix_caching else None
+        return KVManager(cache.tables, prefix, quota, deterministic=config.deterministic)
 
     name = "demo" if config.model is None else model_name
     scheduler = Scheduler(

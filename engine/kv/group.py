@@ -59,7 +59,7 @@ class GroupTables:
         if self.journal is not None:
             self.journal.opened = True
         for block in shared:
-            block.refs += 1
+            self.store.share(block)
             insort(block.holders, table.floor)
             self.num_entries[block.rung] += 1
             block.floor = block.holders[0]

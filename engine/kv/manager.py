@@ -261,12 +261,17 @@ class KVManager:
         prefix = self._prefix_of(request)
         if prefix is not None and self._is_exact and num_tokens >= request.num_prompt_tokens:
             num_tokens = request.num_prompt_tokens
-            prefix.publish(request.request_id, request.token_ids, request.params.cache_salt, num_tokens)
+            self._publish(prefix, request, num_tokens)
             request.next_cacheable_at = sys.maxsize
             return
         if prefix is not None:
-            prefix.publish(request.request_id, request.token_ids, request.params.cache_salt, num_tokens)
+            self._publish(prefix, request, num_tokens)
         request.next_cacheable_at = sys.maxsize if prefix is None else prefix.next_end(num_tokens)
+
+    @staticmethod
+    def _publish(prefix: PrefixCache, request: Request, num_tokens: int) -> None:
+        salt, tenant = request.params.cache_salt, request.params.tenant
+        prefix.publish(request.request_id, request.token_ids, salt, num_tokens, tenant)
 
     # ---- checkpoints of states
 

@@ -167,6 +167,11 @@ class KVSpec:
         """The group whose dense blocks lie side by side: the first without a window, or else the first."""
         return next((group for group in self.groups if group.visible is None), self.groups[0])
 
+    @cached_property
+    def full(self) -> tuple[int, ...]:
+        """Indices of the groups whose tokens see all that came before."""
+        return tuple(index for index, group in enumerate(self.groups) if group.visible is None)
+
     @property
     def num_rungs(self) -> int:
         """Rungs of the ladder."""

@@ -30,6 +30,7 @@ class BlockStore:
         self.waves: list[list[Move]] = []
         self.holes: dict[int, tuple[int, int]] = {}  # addresses of the arena's hole, by the number of waves before
         self.on_lone: Callable[[Block], None] | None = None  # called with each block left with one owner
+        self.on_change: Callable[[Block], None] | None = None  # with each such block that steps down or gets another
         self.host: HostTier | None = None  # whose copies go with the moves
         self.num_demotions: Counter[tuple[str, str]] = Counter()  # of requests' blocks, by names of rungs
         self.num_idle_demotions: Counter[tuple[str, str]] = Counter()  # of blocks that no request holds
@@ -66,6 +67,12 @@ class BlockStore:
         self.note_hole()
         group.made(block)
         return block
+
+    def share(self, block: Block) -> None:
+        """Gives ``block`` one owner more."""
+        block.refs += 1
+        if block.refs == 2 and self.on_change is not None:
+            self.on_change(block)
 
     def drop(self, block: Block) -> None:
         """Takes one owner from ``block``; without owners it is freed. Raises ``ArenaError`` for a dead block."""
@@ -110,6 +117,8 @@ class BlockStore:
             self._owner[slot] = block
             block.slot, block.rung = slot, rung
             group.stepped_down(block, old)
+            if block.refs == 1 and self.on_change is not None:
+                self.on_change(block)
             done += 1
         self._end_wave(wave)
         return done

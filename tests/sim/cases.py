@@ -164,11 +164,31 @@ def with_disk(options: Options) -> Options:
     )  # fmt: skip
 
 
+def with_doubts(options: Options) -> Options:
+    """The same options with a disk, and values that turn bad while nobody looks."""
+    rng = random.Random(f"doubts {options.seed}")
+    changed = with_disk(options)
+    return replace(
+        changed, unseen=rng.choice((0.03, 0.1)), bad_blocks=rng.choice((0.0, 0.2)), faults=0.0, returns=0.9,
+        recoveries=0.0, copies=0.0, ahead=rng.random() < 0.7, salts=rng.choice((1, 2)), arrivals=0.9, aborts=0.0,
+        host_nbytes=max(options.nbytes // 4, 2 * options.most_slab_nbytes),
+    )  # fmt: skip
+
+
 def with_hints(options: Options) -> Options:
     """The same options with hints of sessions and times, half with a host tier, some with a disk behind it."""
     rng = random.Random(f"hints {options.seed}")
     changed = rng.choice((with_host, with_disk, lambda same: same, with_groups))(options)
     return replace(changed, prefix=True, hints=rng.choice((0.3, 0.9)), returns=rng.choice((0.2, 0.9)))
+
+
+def with_quotas(options: Options) -> Options:
+    """The same options with small quotas of two or three tenants over prefixes, half of them on the host, too."""
+    rng = random.Random(f"quotas {options.seed}")
+    changed = rng.choice((with_host, with_disk, with_hints, with_groups, lambda same: same))(options)
+    return replace(
+        changed, prefix=True, quota=rng.choice((0.25, 0.4, 0.6)), tenants=rng.choice((2, 3)), returns=0.7, aborts=0.0,
+    )  # fmt: skip
 
 
 def _floors(rng: random.Random, num_rungs: int, number: int) -> tuple[int, ...]:
@@ -236,6 +256,14 @@ CASES = {
     "disk": Case(
         with_disk, range(12_000, 12_016), range(12_100, 12_600),
         (*(kind for kind in KINDS if kind != "refused"), "out", "written", "fetched", "saved", "read", "torn"),
+    ),
+    "doubts": Case(
+        with_doubts, range(14_000, 14_012), range(14_100, 14_400),
+        ("out", "written", "fetched", "saved", "read", "unseen"),
+    ),
+    "quotas": Case(
+        with_quotas, range(15_000, 15_012), range(15_100, 15_400),
+        ("demotion", "idle", "hit", "out", "written", "over"),
     ),
     "hints": Case(
         with_hints, range(13_000, 13_016), range(13_100, 13_600),

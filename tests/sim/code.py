@@ -26,6 +26,7 @@ MODULES = {  # in order of their imports
     "group": "qkv_engine.kv.group",
     "reserve": "qkv_engine.kv.reserve",
     "table": "qkv_engine.kv.table",
+    "shares": "qkv_engine.kv.shares",
     "hints": "qkv_engine.kv.hints",
     "idle": "qkv_engine.kv.idle",
     "borders": "qkv_engine.kv.borders",

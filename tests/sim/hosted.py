@@ -34,8 +34,11 @@ class Hosted:
         self._parents: dict[bytes, bytes] = {}  # of pieces, by key, when blocks left last
         self._budget: int | None = None
         self._dropped = 0  # bytes that host memory had given up when blocks left last
+        self._had, self._tenants = set[bytes](), dict[bytes, str]()  # pieces then, and tenants of what left
         self._noted = 0  # bytes beside this step
         self._counts: Counter[str] = Counter()  # since the simulator looked
+        if self.tier is not None:
+            self._oldest, self.tier._oldest = self.tier._oldest, self._checked_oldest
 
     def take_counts(self) -> Counter[str]:
         """Blocks by what became of them since the last call."""
@@ -60,11 +63,21 @@ class Hosted:
             return
         landing = [fetch for fetch in self.tier._fetches.values() if fetch.command <= self.tier.num_commands]
         kept = [fetch for fetch in landing if self._copy(fetch.piece.key, fetch.copy.group) is fetch.copy]
+        had = set(self._space.prefix._entries)
+        wide = {(piece.key, copy.group): copy.rung for piece in self.tier._pieces.values() for copy in piece.held()}
         self._real.begin_step(copy_nbytes)
+        for (key, group), rung in wide.items():
+            copy = self._copy(key, group)
+            require(copy is not None and copy.rung <= rung, "a copy gave way to a narrower one")
+        readings = [] if self.traffic is None else self.traffic._readings
+        require(not any(r.job is not None and r.job.is_over for r in readings), "a read that is over stays under way")
         require(not any(fetch.copy in self.tier._fetches for fetch in landing), "a block never lands")
         cached = self._space.cached.blocks()
         for fetch in landing:
             filed = cached.get((fetch.piece.key, fetch.copy.group))
+            if fetch in kept and fetch.piece.key not in had:
+                tenant = self._space.prefix._entries[fetch.piece.key].tenant
+                require(tenant == fetch.piece.tenant, "a piece that comes back counts for another tenant")
             if fetch in kept:
                 require(filed is not None and filed.rung <= fetch.block.rung, "a block that came is not filed")
             else:
@@ -113,6 +126,31 @@ class Hosted:
         require(within, "more is copied beside a step than may be")
         self._noted += nbytes
 
+    # ---- shares
+
+    def shares(self) -> Counter[str]:
+        """Bytes of copies by the tenant that they count for."""
+        pieces = [(piece.tenant, copy) for piece in self.tier._pieces.values() for copy in piece.held()]
+        return sum((Counter({tenant: copy.slot.nbytes}) for tenant, copy in pieces), Counter[str]())
+
+    def _checked_oldest(self, key: bytes) -> Any:
+        """What is given up for a copy of ``key``: nothing of a tenant within his share while another is over his."""
+        found, quota = self._oldest(key), self._space.options.quota
+        if quota is None or found is None:
+            return found
+        require(self.tier.shares._nbytes == self.shares(), "bytes of host memory are miscounted by tenant")
+        over = {tenant for tenant, nbytes in self.shares().items() if nbytes > quota * self.tier.arena.nbytes}
+        rank = self.tier.hints.rank
+        others = [
+            piece
+            for piece in list(self.tier._pieces.values())[: list(self.tier._pieces).index(key)]
+            if piece.tenant in over and not any(map(self._is_used, piece.held())) and rank(piece.key) <= rank(key)
+        ]
+        is_done = rank(found.key) == 0
+        require(is_done or found.tenant in over or not others, "who is within his share loses a copy")
+        self.count("over" if found.tenant in over else "within")
+        return found
+
     # ---- out
 
     def watch_out(self, blocks: dict[tuple[bytes, int], Any]) -> dict[tuple[bytes, int], bool]:
@@ -120,6 +158,8 @@ class Hosted:
         if self.tier is None:
             return {}
         self._dropped = self.tier._moved["dropped"]
+        self._had = set(self.tier._pieces)
+        self._tenants = {key: self._space.prefix._entries[key].tenant for key, _ in blocks}
         filed = (*self._space.prefix._entries.values(), *self.tier._pieces.values())
         self._parents = {each.key: each.parent for each in filed}
         return {
@@ -137,6 +177,9 @@ class Hosted:
             is_excused = len(blocks) > 1 and self.tier._moved["dropped"] > self._dropped
             is_lost = not kept and not is_excused and self._could_keep(key, block)
             require(not is_lost, "a block is given up and leaves no copy")
+        for key, tenant in self._tenants.items():
+            piece = None if key in self._had else self.tier._pieces.get(key)
+            require(piece is None or piece.tenant == tenant, "a copy counts for another tenant")
         new = self.num_noted() - had
         require(new <= len(blocks) - sum(clean.values()), "a block that has a copy leaves another one")
         self._counts["out"] += new

@@ -119,6 +119,7 @@ class Options:
     has_disk: bool = False
     disk_faults: float = 0.0  # share of reads and writes of the disk that are lost, torn or slow
     hints: float = 0.0  # share of requests that are retained, or of a session
+    unseen: float = 0.0  # share of steps in which values of a cached block turn bad while nobody looks
     copies: float = 0.0  # share of steps beside which few bytes may be copied; else any number
 
     @cached_property

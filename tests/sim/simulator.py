@@ -23,6 +23,7 @@ from .code import Code, load
 from .core_checks import check_answer, check_core
 from .device import Device, mix
 from .disk import SLOW, FakeDisk, bad_sources, check_disk
+from .doubts import spoil_unseen, take_sealed_bad
 from .hinted import end_session, timed_hints
 from .host import Host
 from .invariants import check_batch, check_books, check_queues, check_room
@@ -97,7 +98,8 @@ class Simulation:
         if self.disk is not None:
             self.disk.settle()
         given = tables, "model", tier, self.disk
-        prefix = code.PrefixCache(*given, hints=timed_hints(self, tables, tier)) if options.prefix else None
+        more = {"hints": timed_hints(self, tables, tier), "quota": options.quota}
+        prefix = code.PrefixCache(*given, **more) if options.prefix else None
         host = Host(options.host_nbytes, mix(options.seed, self.num_events))
         self.device = Device(options.nbytes, options.groups, options.has_bank, host)
         self.seen: dict[Any, Any] = {}
@@ -319,6 +321,7 @@ class Simulation:
         bad = spoil_moved(self)
         moves = self.device.apply(self.space.tables.store)
         note_fetched(self)
+        spoil_unseen(self)
         self.counts["demotion"] += sum(move.old != move.new for move in moves)
         self.counts["copy"] += sum(move.old == move.new for move in moves)
         self.counts["mined"] += sum(move.mining is not None for move in moves)
@@ -327,9 +330,10 @@ class Simulation:
             request = self.rng.choice(list(self.scheduler.running))
             blocks = [b for table in self.tables_of(request) for b in table.blocks if self.device.path(b)]
             if blocks:
-                bad.add(self.rng.choice(blocks))
-                self.model.spoil(bad)
-        return bad
+                block = self.rng.choice(blocks)
+                self.model.spoil({block})
+                bad.add(block)
+        return bad | take_sealed_bad(self)
 
     def about_to_emit(self, request: Request) -> None:
         """Notes the next token of ``request``, all of whose tokens are computed; the core need not report it."""

@@ -217,8 +217,11 @@ class SpySpace(Relief):
 
     def computed(self, request: Any, num_tokens: int) -> None:
         start, _ = (0, b"") if self.prefix is None else self.prefix._published.get(request.request_id, (0, b""))
+        had = set() if self._space.prefix is None else set(self._space.prefix._entries)
         self._space.computed(request, num_tokens)
         if self._space.prefix is not None:
+            new = [entry for key, entry in self._space.prefix._entries.items() if key not in had]
+            require(all(e.tenant == request.params.tenant for e in new), "a piece counts for who did not compute it")
             self.cached.check_filed(request, self.holdings.tables_of(request), start, num_tokens)
 
     def evict(self) -> bool:

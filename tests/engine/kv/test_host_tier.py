@@ -137,6 +137,21 @@ def test_a_block_that_goes_before_it_is_written_ahead_is_copied_at_once():
     assert tier.stats().used_nbytes == 0
 
 
+def test_a_block_that_steps_down_before_it_is_written_ahead_leaves_as_it_is_then():
+    """The copy that was noted had the bytes of another rung."""
+    space, tier = make_hosted(12, 8, LADDER)
+    ended(space, "a", 1)
+    block = space.idle(1)[0]
+    entry = space.prefix.entry_of(block)
+    assert tier.write(entry.key, entry.parent, entry.tokens, block) == 16
+    space.demote([(block, 1)])
+    while space.evict():
+        pass
+    copies = [copy for outs in take_moves(space.tables)[0].waves for copy in outs.outs]
+    assert sorted(copy.nbytes for copy in copies) == [8, 16, 16]
+    assert [copy.rung for copy in tier.piece(entry.key).held()] == [1]
+
+
 def test_an_earlier_copy_goes_with_a_block_that_turns_out_bad_as_it_is_given_up():
     space, tier = make_hosted(12, 8, LADDER)
     ended(space, "a", 1)
