@@ -23,6 +23,8 @@ def use_quick_types() -> None:
     _broadcast_by_sizes()
     _call_builtins_directly()
     _check_sizes_of_numpy_last()
+    _compare_types_by_name()
+    _unwrap_by_type()
 
 
 def _sizes(shape: Any) -> tuple[int, ...]:
@@ -49,6 +51,30 @@ def _make_types_once() -> None:
     tl.core.dtype.sizes = ()
     kind.__new__, kind.__init__ = staticmethod(new), lambda self, element_ty, shape: None
     kind.with_element_ty, kind.to_ir = with_element_ty, lambda self, builder: self
+
+
+def _compare_types_by_name() -> None:
+    """Equal types are mostly one object; what two of them are promoted to follows from their names."""
+    plain_eq, plain_promote, known = tl.core.dtype.__eq__, TritonSemantic.computation_type_impl, dict[Any, Any]()
+
+    def promote(self: Any, a_ty: Any, a_is_scalar: bool, b_ty: Any, b_is_scalar: bool, div_or_mod: bool) -> Any:
+        key = a_ty.name, a_is_scalar, b_ty.name, b_is_scalar, div_or_mod
+        if key not in known:
+            known[key] = plain_promote(self, a_ty, a_is_scalar, b_ty, b_is_scalar, div_or_mod)
+        return known[key]
+
+    tl.core.dtype.__eq__ = lambda self, other: self is other or plain_eq(self, other)
+    TritonSemantic.computation_type_impl = promote
+
+
+def _unwrap_by_type() -> None:
+    plain, never_wrapped = tl.core._unwrap_if_constexpr, (int, bool, tl.tensor, tl.core.dtype, type(None))
+
+    def unwrap(value: Any) -> Any:
+        kind = type(value)
+        return value if kind in never_wrapped else value.value if kind is tl.constexpr else plain(value)
+
+    tl.core._unwrap_if_constexpr = unwrap
 
 
 def _describe_tensors_once() -> None:
