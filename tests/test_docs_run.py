@@ -36,15 +36,10 @@ FEWER = {
 }
 
 
-# Together they run every command of the program, and the whole API; the other pages' blocks are run by make test-full.
+# Together they run every command of the program, and the API; make test-full runs the blocks of the other pages.
 MAIN = {
-    "README.md",
-    "command_line.md",
-    "python_api.md",
-    "kv_cache.md",
-    "kv_store.md",
-    "determinism.md",
-    "reliability.md",
+    *("README.md", "command_line.md", "python_api.md", "kv_cache.md", "kv_store.md", "determinism.md"),
+    *("reliability.md", "xquant.md"),
 }
 each_page_at_length = pytest.mark.parametrize(
     "page",

@@ -33,7 +33,7 @@ from ..models.tiny import write_tiny
 from ..planner.profiles import made_up_profile
 
 KVMIX = ["--method", "kvmix"]
-QUICK = ["--task", "addition:6,sorting:20", "--samples", "4"]
+QUICK = ["--task", "addition:6,sorting:20", "--samples", "2"]
 
 
 @pytest.fixture(autouse=True)
@@ -62,9 +62,9 @@ def test_a_plan_is_made_shown_and_drawn(capsys: pytest.CaptureFixture[str]) -> N
     assert sorted(row["k_bits"] for row in rows) == [*[2] * 7, 3] and sorted(row["v_bits"] for row in rows)[-1] == 4
     assert max(rows, key=lambda row: row["k_score"])["k_bits"] == 3
     assert max(rows, key=lambda row: row["v_score"])["v_bits"] == 4
-    assert prompts.source == "addition 6, sorting 20" and prompts.count == 4 and prompts.tokens > 50
+    assert prompts.source == "addition 6, sorting 20" and prompts.count == 2 and prompts.tokens > 50
     assert err.splitlines() == [
-        "qkv-engine: profiling 4 texts",
+        "qkv-engine: profiling 2 texts",
         "qkv-engine: wrote the plan to mine.json, a plot to scores.png",
     ]
     assert Path("scores.png").read_bytes().startswith(b"\x89PNG")
@@ -198,11 +198,11 @@ def test_a_budget_becomes_a_ladder_that_is_served(capsys: pytest.CaptureFixture[
     words = ["--budget", "3.5bits", "--kv-memory", "64MiB", "-o", "mine.json", "--plot", "mine.svg"]
     assert main(["plan", *words, *QUICK]) == 0
     out, err = capsys.readouterr()
-    assert "demo · mixed, 3.5bits for 8,192 tokens · 4 texts" in out
+    assert "demo · mixed, 3.5bits for 8,192 tokens · 2 texts" in out
     assert re.search(
         r"mixed-7: \d\.\d\d bits an element with metadata, predicted loss .* nats, [\d,]+ tokens in 64", out
     )
-    assert "profiling 4 texts" in err and "scaling" not in err and b"<svg" in Path("mine.svg").read_bytes()
+    assert "profiling 2 texts" in err and "scaling" not in err and b"<svg" in Path("mine.svg").read_bytes()
     plan = read_plan(Path("mine.json"))
     assert plan.profile.position_scale == 1 and plan.profile.key_scale is None and plan.profile.has_qk_norm
     assert len(plan.ladder.rungs) == 8
