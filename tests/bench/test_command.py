@@ -284,6 +284,7 @@ def test_questions_too_long_fail_in_words_of_the_command_line(capsys: pytest.Cap
     assert row["status"] == "failed" and row["detail"].startswith("--max-model-len=100: the prompt has")
 
 
+@pytest.mark.slow
 def test_more_requests_than_fit_at_16_bits(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--task", "ledger:12", "--batch-sweep", "5", "--kv", "bf16,auto", "--kv-memory", "3x"]
     assert main(["bench", *words, "-o", "json"]) == 0

@@ -56,11 +56,11 @@ class Memory:
         slab, block = arena.slab_nbytes, self._block
         return sum(n * size if size == block else -(-n // (slab // size)) * slab for size, n in counts.items() if size)
 
-    def room(self, size: int, live: Counter[int] | None = None) -> int:
-        """Slots of ``size`` that can still be had when every size is packed."""
+    def room(self, size: int, live: Counter[int] | None = None, limit: int | None = None) -> int:
+        """Slots of ``size`` that can still be had when every size is packed; ``live`` and ``limit`` if reckoned."""
         arena, counts, block = self._tables.arena, self.live() if live is None else live, self._block
         slab = arena.slab_nbytes
         others = sum(n * s if s == block else -(-n // (slab // s)) * slab for s, n in counts.items() if s != size)
-        left = self.limit() - others
+        left = (self.limit() if limit is None else limit) - others
         most = left // size if size == block else left // slab * (slab // size)
         return max(0, most - counts[size])
