@@ -81,8 +81,11 @@ class IdleBlocks:
         idle = ((block, entry) for block, entry in self._cached.items() if block.refs == 1)
         return Counter((b.group, b.rung) for b, entry in idle if is_alone or self._can_go(entry, b.group))
 
-    def coldest(self, number: int) -> list[Block]:
-        """The first ``number`` blocks to step down: of the widest ones the least recently used first."""
+    def coldest(self, number: int) -> list[tuple[int, int, Block]]:
+        """The first ``number`` blocks to step down, each with its rung and when it fell idle.
+
+        The widest come first, and of equal ones the least recently used.
+        """
         found: list[tuple[int, int, Block]] = []
         while self._steps and len(found) < number:
             rung, since, block = item = heappop(self._steps)
@@ -92,7 +95,7 @@ class IdleBlocks:
                 found.append(item)
         for item in found:
             heappush(self._steps, item)
-        return [block for _, _, block in found]
+        return found
 
     def next_exit(self) -> Exit | None:
         """What is given up next, the least recently used.

@@ -63,7 +63,7 @@ class KVManager:
         return self.spec.has_states
 
     def rung_name(self, group: int, rung: int) -> str:
-        return self.spec.groups[group].rungs[rung].name
+        return self.spec.groups[group].rung(rung).name
 
     def capacities_of(self, empty: BlockTables) -> tuple[int, ...]:
         """Tokens of one request that fits alone in its tenant's share of ``empty`` tables, by its floor."""
@@ -228,6 +228,9 @@ class KVManager:
             self.prefix.checkpoints.restore(request.request_id)
         return done
 
+    def begin_narrower(self, request: Request) -> bool:
+        return self.tables.begin_narrower(request.request_id)
+
     def trim(self, request: Request) -> None:
         request.next_passed_at = self.tables.trim(request.request_id, request.num_computed_tokens)
 
@@ -309,7 +312,7 @@ class KVManager:
         return self.tables.free_blocks()
 
     def idle(self, number: int) -> list[Block]:
-        return [] if self.prefix is None else self.prefix.idle.coldest(number)
+        return [] if self.prefix is None else self.prefix.coldest(number)
 
     def idle_kinds(self) -> Counter[tuple[int, int]]:
         return Counter() if self.prefix is None else self.prefix.idle_kinds()
