@@ -10,7 +10,7 @@ import torch
 
 from ..errors import ConfigError
 from ..kv.arena import Arena
-from ..kv.block import Block, slot_rung
+from ..kv.block import Block
 from ..kv.moves import take_moves
 from ..kv.slabs import make_tables
 from ..sizes import format_size
@@ -144,9 +144,9 @@ class KVCache:
 def _count_bytes(found: Counter[str], group: LayerGroup, number: int, count: int) -> None:
     """Adds ``count`` blocks on a rung of ``group``, or slots of requests, to ``found``."""
     if number < 0:
-        slot = group.slots[slot_rung(number)]
+        slot = group.spec.slot_of(number)
         kind = "state" if slot.is_state else "dense" if slot.num_tokens else "meta"
-        found[kind] += count * slot.nbytes
+        found[kind] += count * group.spec.nbytes(number)
         found["elements"] += count * slot.num_elements
     else:
         rung = group.rungs[number]

@@ -95,14 +95,14 @@ class GroupSpec:
         """Bytes of a block on ``rung``, or of a request's slot, whose rung is negative as in ``Block.rung``."""
         if rung >= 0:
             return self.rungs[rung].nbytes
-        slot, step = self._places[-1 - rung]
+        slot, step = self.place(rung)
         return self.slots[slot].sizes[step]
 
     def rung(self, number: int) -> RungSize:
         """The rung of a block or a state that steps down, by its number as in ``Block.rung``."""
         if number >= 0:
             return self.rungs[number]
-        slot, step = self._places[-1 - number]
+        slot, step = self.place(number)
         return self.slots[slot].rungs[step]
 
     @cached_property
@@ -115,13 +115,17 @@ class GroupSpec:
         """All rungs of slots."""
         return range(-len(self._places), 0)
 
+    def place(self, rung: int) -> tuple[int, int]:
+        """The slot that stands on a rung below zero, by its index, and how many steps it is below its widest one."""
+        return self._places[-1 - rung]
+
     def slot_of(self, rung: int) -> RequestSlot:
         """The slot that stands on a rung below zero."""
-        return self.slots[self._places[-1 - rung][0]]
+        return self.slots[self.place(rung)[0]]
 
     def step_of(self, rung: int) -> int:
         """How many steps a block or a slot on ``rung`` is below its widest one."""
-        return rung if rung >= 0 else self._places[-1 - rung][1]
+        return rung if rung >= 0 else self.place(rung)[1]
 
     def narrowest(self, rung: int) -> int:
         """The narrowest rung of a block, or of the slot, that stands on ``rung``."""

@@ -152,7 +152,7 @@ class BlockTables:
 
     def begin_narrower(self, request_id: str) -> bool:
         """Has the states of a request that has none yet begin a rung lower; ``False`` if it allows none."""
-        return any([group.begin_narrower(request_id) for group in self.groups if group.spec.state_floors])
+        return any(group.begin_narrower(request_id) for group in self.groups if group.spec.state_floors)
 
     def held(self, request_id: str) -> int:
         """Tokens that a request's blocks have room for, which are equally many in each group."""
