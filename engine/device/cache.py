@@ -109,6 +109,15 @@ class KVCache:
             for group, tables in zip(self.ladder.groups, self.tables.groups, strict=True)
         ]
 
+    def states_by_format(self) -> Counter[str]:
+        """Live states, and slots of checkpoints, by the name of their format."""
+        found: Counter[str] = Counter()
+        for group in self.tables.groups:
+            for number, count in group.num_blocks.items():
+                if number < 0 and group.spec.slot_of(number).is_state:
+                    found[group.spec.rung(number).name] += count
+        return +found
+
     def note_peak(self) -> None:
         """Remembers the bytes in use if they, or the KV elements they hold, are the most so far."""
         found = self.bytes_in_use()

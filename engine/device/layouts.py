@@ -285,10 +285,10 @@ def _with_states(
 
 
 def _state_slot(state: StateSpec, dtype: torch.dtype) -> RequestSlot:
-    """The slot of a state, whose rungs are its formats if it steps down."""
+    """The slot of a state, whose rungs are its formats."""
     forms = [(form.format, form.nbytes(dtype)) for form in state.forms]
-    rungs = [RungSize(f"state-{fmt.name}", nbytes, fmt.bits, not fmt.has_scales) for fmt, nbytes in forms]
-    return RequestSlot("state", 0, forms[0][1], 0, is_state=True, rungs=tuple(rungs) if len(rungs) > 1 else ())
+    rungs = tuple(RungSize(fmt.name, nbytes, fmt.bits, not fmt.has_scales) for fmt, nbytes in forms)
+    return RequestSlot("state", 0, rungs[0].nbytes, 0, is_state=True, rungs=rungs)
 
 
 def _state_floors(group: LayerGroup, state: StateSpec) -> tuple[int, ...]:

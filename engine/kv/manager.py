@@ -368,7 +368,7 @@ class KVManager:
     def usage(self, request: Request) -> KVUsage:
         """Rungs of the blocks that hold a request's tokens but the last one, which needs no KV when it ends.
 
-        And those of the tokens that it found in the prefix cache.
+        And those of its states, and of the tokens that it found in the prefix cache.
         """
         if request.request_id not in self.tables:
             return KVUsage()
@@ -383,4 +383,9 @@ class KVManager:
             blocks[self.rung_name(group, rung)] += number
         holds_any = self.spec.main.num_token_slots and any(table.slots for table in tables)
         lowest = min(bits, default=self.spec.main.widest.bits if holds_any else None)
-        return KVUsage(dict(blocks), lowest, request.cached_tokens, request.num_stored_tokens)
+        states = Counter(
+            group.spec.rung(state.rung).name
+            for group in self.tables.groups
+            for state in group.states(request.request_id)
+        )
+        return KVUsage(dict(blocks), lowest, request.cached_tokens, request.num_stored_tokens, dict(states))

@@ -101,4 +101,5 @@ def take_moves(tables: BlockTables) -> tuple[MoveCommand, list[Block]]:
 def _launch(tables: BlockTables, move: Move) -> tuple[int, int, int]:
     """What all moves of one launch share: group and rungs. Those of slots of a request go together by their sizes."""
     sizes = tables.groups[move.block.group].sizes
-    return move.block.group, *(-sizes[rung] if rung < 0 else rung for rung in (move.old, move.new))
+    old, new = (-sizes[rung] if rung < 0 else rung for rung in (move.old, move.new))
+    return move.block.group, old, new

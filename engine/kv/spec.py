@@ -28,7 +28,7 @@ class RequestSlot(NamedTuple):
     ``num_tokens``: the request's first tokens that the slot holds, 0 for one that holds none; a group with a window
     gives it back when they are out of sight. ``nbytes``: a multiple of 16. ``num_elements``: KV elements, 0 for
     metadata and states. ``is_state``: it is the state of a layer without KV, which each token of the request rewrites.
-    ``rungs``: of a state that steps down, widest first, the first of ``nbytes``; none for a slot that stays as it is.
+    ``rungs``: of a state, widest first, the first of ``nbytes``; none for a slot that can only stay as it is.
     """
 
     name: str

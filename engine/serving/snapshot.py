@@ -63,6 +63,7 @@ def take_snapshot(started: Started) -> EngineStats:
         kv_bytes_state=peak["state"],
         kv_rungs={name: ladder.effective_bits(rung) for rung, name in enumerate(ladder.names)},
         kv_blocks=dict(sum(blocks, Counter())),
+        kv_states=dict(cache.states_by_format()),
         kv_group_blocks=tuple(dict(each) for each in blocks) if len(blocks) > 1 else (),
         kv_tokens_capacity=widest_tokens,
         kv_tokens_floor=floor_tokens,

@@ -25,7 +25,9 @@ def conv_chunk_kernel(
     o_c = tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)
     first, number, item = tl.load(p_chunk), tl.load(p_chunk + 1), tl.load(p_chunk + 2)
     begin, is_first = tl.load(items_ptr + item * 4), tl.load(items_ptr + item * 4 + 2)
-    p_conv = conv_of(memory_ptr, tl.load(words_ptr + item), CONVS).to(tl.pointer_type(x_ptr.dtype.element_ty)) + o_c[None, :] * (W - 1)
+    p_conv = conv_of(memory_ptr, tl.load(words_ptr + item), CONVS).to(tl.pointer_type(x_ptr.dtype.element_ty)) + o_c[
+        None, :
+    ] * (W - 1)
     o_t = tl.arange(0, CHUNK)
     m_x = (o_t < number)[:, None] & (o_c < C)[None, :]
     b_sum = tl.zeros([CHUNK, TILE], dtype=tl.float32)
@@ -59,7 +61,9 @@ def conv_state_kernel(
     m_c = o_c < C
     p_item = items_ptr + item * 4
     first, number, is_first = tl.load(p_item), tl.load(p_item + 1), tl.load(p_item + 2)
-    p_conv = conv_of(memory_ptr, tl.load(words_ptr + item), CONVS).to(tl.pointer_type(x_ptr.dtype.element_ty)) + o_c * (W - 1)
+    p_conv = conv_of(memory_ptr, tl.load(words_ptr + item), CONVS).to(tl.pointer_type(x_ptr.dtype.element_ty)) + o_c * (
+        W - 1
+    )
     for i in tl.static_range(W - 1):
         row = number + (i - W + 1)  # of the item's; those before it are later entries of the state than any written yet
         p_x = x_ptr + (first + row).to(tl.int64) * stride_x + o_c

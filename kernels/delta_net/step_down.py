@@ -12,7 +12,7 @@ from .state import StateSpec, StateViews
 def narrow_states(
     memory: Tensor, src: Tensor, dst: Tensor, spec: StateSpec, new: StateFormat, dtype: torch.dtype, finite: Tensor
 ) -> None:
-    """Writes the states at ``src``, of ``spec`` in a model that computes in ``dtype``, at ``dst`` in the format ``new``.
+    """Writes the states at ``src``, of ``spec`` in a model that computes in ``dtype``, at ``dst`` in format ``new``.
 
     Shapes:  memory [bytes] uint8;  src, dst [n] int64, addresses of slots, none of which overlap;
              finite [n] int64, ones: 0 is written for a state in float32 whose elements are not all finite

@@ -16,7 +16,6 @@ from qkv_engine.kernels.delta_net.triton import (
     gated_rms_norm_triton,
     narrow_states_triton,
 )
-
 from qkv_engine.table_words import RUNG_BITS
 
 from .common import relative_error
@@ -179,7 +178,9 @@ def narrowing(spec: StateSpec, dtype: torch.dtype, old: StateFormat, new: StateF
     plain_memory, plain_finite = torch.cat((source.memory, target.memory)), torch.ones(3, dtype=torch.int64)
     narrow_states(plain_memory, source.addresses[1], dst, source.spec, new, dtype, plain_finite)
     assert torch.equal(plain_finite, finite)
-    if bad != 1.0 and not old.has_scales:  # codes of a column that is not finite mean nothing, but its scale is not, either
+    if (
+        bad != 1.0 and not old.has_scales
+    ):  # codes of a column that is not finite mean nothing, but its scale is not, either
         views = StateViews.of(memory[int(dst[2]) :][: target.spec.nbytes(dtype)], target.spec, dtype)
         assert views.recurrent.scales is not None and not views.recurrent.scales[-1, -1].isfinite()
         return 0.0
