@@ -49,7 +49,7 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
         kv_rungs: bits a KV element of each rung, all metadata counted, widest first.
         kv_blocks: live blocks by rung.
         kv_states: live states, and copies of some, by format; of models with such layers.
-        kv_group_blocks: the same of blocks for each group of layers, in the order of ``qkv-engine env``, if there are two.
+        kv_group_blocks: blocks of each group of layers so, in the order of ``qkv-engine env``, if there are two.
         kv_tokens_capacity, kv_tokens_floor: tokens of one request that fits alone on the first rung, and on the last.
         effective_bits: bits a KV element, all metadata counted, when the most was held; those of the first rung if
             nothing was.
