@@ -78,6 +78,7 @@ def steps(
     *,
     memory: str,
     weights: str | None = None,
+    deterministic: bool = False,
 ) -> Iterator[Step]:
     """A step at each of ``batches``, None the largest, near ``context`` tokens.
 
@@ -96,6 +97,7 @@ def steps(
         kv_memory=nbytes,
         weights=weights,
         prefix_caching=False,
+        deterministic=deterministic,
         dtype="bfloat16",
         device=machine.device,
         max_model_len=context,

@@ -52,9 +52,8 @@ def conv_step_kernel(
     b_last = tl.load(p_weight + W - 1, mask=m_c, other=0.0).to(tl.float32)
     wait_for_previous(OVERLAP)
     length = tl.load(lengths_ptr + i_b)
-    p_conv = conv_of(memory_ptr, tl.load(words_ptr + i_b), CONVS).to(tl.pointer_type(x_ptr.dtype.element_ty)) + o_c * (
-        W - 1
-    )
+    p_state = conv_of(memory_ptr, tl.load(words_ptr + i_b), CONVS)
+    p_conv = p_state.to(tl.pointer_type(x_ptr.dtype.element_ty)) + o_c * (W - 1)
     b_x = tl.load(x_ptr + i_b * stride_x + o_c, mask=m_c, other=0.0)
     b_sum = b_x.to(tl.float32) * b_last
     m_old, m_kept = o_c < tl.where(length > 1, C, 0), o_c < tl.where(length > 0, C, 0)

@@ -29,7 +29,7 @@ from ...kernels.fused_cases import random_basis
 from ...kernels.interpreted import report
 from .copies import Copy
 
-LAYERS, KV_HEADS, GROUP = 2, 2, 2
+HEADS = 4
 EIGHT_AND_FOUR = RungConfig(
     "int8-4", ("int8-channel-128", "int4-channel-128"), ("int8-token-128", "int4-token-128")
 )  # by layer: pages of the second have the same format on the rung of 4 bits, at another offset
@@ -42,28 +42,28 @@ PAIR = RungConfig(
 DENSE32 = RungConfig("dense32", "dense32", "dense32")
 
 
+def windows(*sizes: int | None) -> tuple[LayerKV, ...]:
+    """Layers that differ in their windows alone."""
+    return tuple(LayerKV(2, 64, size) for size in sizes)
+
+
 def compare(
-    rungs: tuple[RungConfig, ...],
-    sink: int,
-    head_dim: int,
-    is_padded: bool = False,
-    windows: tuple[int | None, int | None] = (None, None),
-    **rule: Any,
+    rungs: tuple[RungConfig, ...], sink: int, layers: tuple[LayerKV, ...], is_padded: bool = False, **rule: Any
 ) -> float:
     """Largest relative difference over a mixed step: a prompt, a chunk after sealed blocks, single tokens.
 
-    ``windows`` of the layers, ``rule``: the rest of their specs.  ``is_padded``: both parts of a step are, as a
+    ``rule``: what the specs of the ``layers`` have beside their KV.  ``is_padded``: both parts of a step are, as a
     captured one's, and the plan of chunks lies at a fixed place.
     """
     torch.manual_seed(0)
-    config = KVConfig(name="x", rungs=(DENSE32, *rungs), sink=sink, narrow_windows=windows != (None, None))
-    ladder = ladder_of_layers(config, [LayerKV(KV_HEADS, head_dim, window) for window in windows], torch.float32)
+    has_windows = any(layer.window for layer in layers)
+    config = KVConfig(name="x", rungs=(DENSE32, *rungs), sink=sink, narrow_windows=has_windows)
+    ladder = ladder_of_layers(config, layers, torch.float32)
     cache = KVCache(ladder, 16 * sum(g.widest.block_nbytes for g in ladder.groups), torch.device("cpu"))
     cache.memory.fill_(0xFF)
     requests = {name: Request(name, [1] * 1000, SamplingParams(), 1, floor=0) for name in "abc"}
     copy = Copy(cache.tables, 3, 1000)
-    spec = AttentionSpec(GROUP * KV_HEADS, KV_HEADS, head_dim, head_dim**-0.5)._replace(**rule)
-    specs = [spec._replace(window=window) for window in windows]
+    specs = [AttentionSpec(HEADS, h, dim, dim**-0.5, window)._replace(**rule) for h, dim, window in layers]
     triton = GpuAttentionPlanner(cache.memory, copy, ladder, specs)
     for name in requests:
         cache.tables.open(name, len(rungs), num_prompt_tokens=200)
@@ -89,26 +89,24 @@ def compare(
 def step(
     cache: KVCache, triton: GpuAttentionPlanner, specs: list[AttentionSpec], batch: ScheduledBatch, is_padded: bool
 ) -> float:
-    total, head_dim = batch.num_tokens, specs[0].head_dim
-    qkv = torch.randn(LAYERS, total, KV_HEADS * (GROUP + 2), head_dim)
-    angles = torch.randn(total, 1, head_dim // 2).repeat(1, 1, 2)
-    rotation = Rotation(angles.cos(), angles.sin() * torch.tensor([-1.0, 1.0]).repeat_interleave(head_dim // 2))
+    total = batch.num_tokens
     rows = triton.tables.follow(cache.tables, [item.request.request_id for item in batch.items])
     columns = rows, [item.start for item in batch.items], [item.num_tokens for item in batch.items]
     gpu, places = triton_step(triton, *columns, is_padded)
-    padding = torch.full((len(places),), torch.nan)[:, None, None].expand(-1, *qkv.shape[2:])
-    token = torch.tensor([place >= 0 for place in places])
+    is_token = torch.tensor([place >= 0 for place in places])
     source = torch.tensor(places).clamp(min=0)
-    turned = Rotation(rotation.cos[source], rotation.signed_sin[source])
     cpu = CpuAttentionPlanner(cache.memory, triton.tables, cache.ladder, specs).plan(*columns)
-    nulls = torch.randn(KV_HEADS * GROUP) if specs[0].has_null_logit else None
-    basis = random_basis(KV_HEADS, head_dim, torch.float32)
+    nulls = torch.randn(HEADS) if specs[0].has_null_logit else None
     worst = 0.0
-    for layer in range(LAYERS):
-        others = (None, nulls, basis if layer % 2 else None)
-        rows = torch.where(token[:, None, None], qkv[layer][source], padding).contiguous()
-        found = gpu.attend(layer, rows, turned, *others)[token]
-        expected = cpu.attend(layer, qkv[layer].clone(), rotation, *others)
+    for layer, (num_heads, num_kv_heads, head_dim, *_) in enumerate(specs):
+        qkv = torch.randn(total, num_heads + 2 * num_kv_heads, head_dim)
+        angles = torch.randn(total, 1, head_dim // 2).repeat(1, 1, 2)
+        rotation = Rotation(angles.cos(), angles.sin() * torch.tensor([-1.0, 1.0]).repeat_interleave(head_dim // 2))
+        basis = random_basis(num_kv_heads, head_dim, torch.float32) if layer % 2 else None
+        rows = qkv[source].masked_fill_(~is_token[:, None, None], torch.nan)
+        turned = Rotation(rotation.cos[source], rotation.signed_sin[source])
+        found = gpu.attend(layer, rows, turned, None, nulls, basis)[is_token]
+        expected = cpu.attend(layer, qkv, rotation, None, nulls, basis)
         worst = max(worst, ((found - expected).norm() / expected.norm()).item())
     return worst
 
@@ -150,16 +148,20 @@ def at_a_fixed_place(planner: GpuAttentionPlanner, group: GpuGroupPlanner, work:
 
 
 if __name__ == "__main__":
+    alike = windows(None, None)
     report(
         {
-            "one rung, sink, padded": lambda: compare((), 16, 64, is_padded=True),
-            "windows, padded": lambda: compare((), 16, 64, is_padded=True, windows=(None, 100)),
-            "windows, nested rungs": lambda: compare((EIGHT_AND_FOUR, uniform_rung(4)), 32, 64, windows=(300, 150)),
+            "one rung, sink, padded": lambda: compare((), 16, alike, is_padded=True),
+            "windows, padded": lambda: compare((), 16, windows(None, 100), is_padded=True),
+            "windows, nested rungs": lambda: compare((EIGHT_AND_FOUR, uniform_rung(4)), 32, windows(300, 150)),
             "a window, soft cap, null logits": lambda: compare(
-                (uniform_rung(4),), 0, 64, windows=(200, 200), softcap=3.0, has_null_logit=True, scale=0.3
+                (uniform_rung(4),), 0, windows(200, 200), softcap=3.0, has_null_logit=True, scale=0.3
             ),
-            "codes of the layer below": lambda: compare((EIGHT_IN_SMALL_GROUPS, PAIR), 16, 64),
-            "patterns, sink": lambda: compare((pattern_rung(2, 20),), 16, 64),
-            "3 bits, groups of 32, head dim 80": lambda: compare((uniform_rung(3, 32),), 0, 80),
+            "a window, two head dims, null logits, 4 and 2 bits": lambda: compare(
+                (uniform_rung(4), uniform_rung(2)), 16, (LayerKV(1, 80), LayerKV(2, 32, 180)), has_null_logit=True
+            ),
+            "codes of the layer below": lambda: compare((EIGHT_IN_SMALL_GROUPS, PAIR), 16, alike),
+            "patterns, sink": lambda: compare((pattern_rung(2, 20),), 16, alike),
+            "3 bits, groups of 32, head dim 80": lambda: compare((uniform_rung(3, 32),), 0, (LayerKV(2, 80),) * 2),
         }
     )

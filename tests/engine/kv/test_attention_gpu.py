@@ -9,7 +9,7 @@ from tests.kernels.interpreted import run_cases
 
 def test_steps_on_gpu_and_cpu_agree():
     figures = run_cases(Path(__file__).with_name("attention_gpu_cases.py"))
-    assert len(figures) == 7
+    assert len(figures) == 8
     assert {name: figure for name, figure in figures.items() if not (isinstance(figure, float) and figure < 3e-3)} == {}
 
 
