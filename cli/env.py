@@ -56,6 +56,8 @@ rungs, from the widest to the floor:
                         holds its window alone
   code bits             per KV element of those bytes; shared codes count once
   bits                  the same with all metadata counted
+  states, state bytes   format of a request's states there and their bytes, of
+                        models with such layers
   capacity tokens       of one request whose blocks all stand on the rung
   capacity requests     of the whole context together, if layers have windows
                         or states
@@ -238,11 +240,22 @@ def _rungs(
                 "bytes_per_token": token.nbytes,
                 "code_bits": token.code_bits,
                 "effective_bits": token.bits,
+                **_states(ladder, number),
                 **capacity,
                 **({} if host is None else {"host_tokens": host // ladder.block_nbytes(number) * BLOCK_TOKENS}),
             }
         )
     return rows
+
+
+def _states(ladder: Ladder, number: int) -> dict[str, Any]:
+    """The format and the bytes of a request's states on a rung, if it has some."""
+    spec = ladder.main.spec
+    step = spec.state_floors[number] if spec.state_floors else 0
+    forms = [state.forms[step] for state in ladder.states]
+    if not forms:
+        return {}
+    return {"states": forms[0].format.name, "state_bytes": sum(form.nbytes(ladder.dtype) for form in forms)}
 
 
 def _groups(ladder: Ladder) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ import torch
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.loader import is_unpacked, num_parameters, resolve_dtype, weights_nbytes
 
-from .config import STATE_DTYPES, WEIGHTS, EngineConfig, Fit, KVConfig
+from .config import WEIGHTS, EngineConfig, Fit, KVConfig
 from .device.layouts import Ladder
 from .device.memory import check_free, default_memory, free_memory
 from .device.per_token import per_token
@@ -53,7 +53,7 @@ class FitTask:
     context: int
     requests: int
     num_ranks: int = 1
-    state_dtype: str = STATE_DTYPES[0]
+    state_dtype: str | None = None
 
     @classmethod
     def of(
@@ -247,5 +247,5 @@ def _request_nbytes(spec: KVSpec, context: int, rung: int) -> int:
     for group in spec.groups:
         dense, narrow = group.split(context, group.floors[rung])
         total += dense * group.widest.nbytes + narrow * group.rungs[group.floors[rung]].nbytes
-        total += sum(slot.nbytes for slot in group.slots)
+        total += sum(group.slot_sizes(rung))
     return total

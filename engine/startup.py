@@ -212,7 +212,7 @@ def most_nbytes(ladder: Ladder, num_requests: int, num_tokens: int, chunk_tokens
             blocks = min(blocks, group.spec.most_visible + -(-chunk_tokens // BLOCK_TOKENS))
         # One block more each: the scheduler admits a request only with one to spare for every running one. Beyond their
         # blocks: the reserve, at most two slabs, and what a slab of each kind of slot leaves free.
-        sizes = {slot.nbytes for slot in group.slots}
+        sizes = {size for slot in group.slots for size in slot.sizes}
         spare = MAX_SLAB_BLOCKS * (2 * (len(group.rungs) > 1) + len(sizes))
         number += (num_requests * (blocks + 1) + spare) * group.widest.block_nbytes
         number += num_requests * sum(slot.nbytes for slot in group.slots)

@@ -78,6 +78,7 @@ def print_kv(console: Console, stats: EngineStats, last: Turn | None) -> None:
         "reserve": format_size(stats.kv_bytes_reserve),
         "blocks": _by_rung(stats.kv_blocks),
         **groups,
+        **({"states": _by_rung(stats.kv_states)} if stats.kv_states else {}),
         "stepped down": _by_rung(stats.demotions),
         "  for reuse": _by_rung(stats.idle_demotions),
         "precision": f"{stats.effective_bits:.4g} bits an element, metadata counted",

@@ -111,6 +111,7 @@ class LayerGroup:
     ``layers`` of the model;  ``floors``: for each rung of the ladder the group's own one. At most one of the ``slots``
     holds tokens, and it comes first; states come next, a bank last. Blocks in the ``window`` of a request, its newest
     tokens, stay dense. ``visible``: tokens that a token sees, itself included; None for all before it.
+    ``state_floors``: for each rung of the ladder that of a state, of states that step down.
     """
 
     layers: tuple[int, ...]
@@ -119,6 +120,7 @@ class LayerGroup:
     slots: tuple[RequestSlot, ...]
     window: RecentWindow
     visible: int | None = None
+    state_floors: tuple[int, ...] = ()
 
     @property
     def widest(self) -> Rung:
@@ -148,6 +150,7 @@ class LayerGroup:
             has_bank=last.bank_nbytes > 0,
             num_windows=max(side.num_later for side in last.sides),
             align=lcm(SLOT_ALIGN, self.row_nbytes),  # all slots begin on a cache line, too
+            state_floors=self.state_floors,
         )
 
 
@@ -157,7 +160,8 @@ class Ladder:
 
     ``eager``: blocks step to the last rung as soon as they may; otherwise only when memory runs short. ``admit_at``:
     the rung that admission counts with. ``states``: of layers that have one in place of KV, as they are stored, but for
-    the convolution's part in ``dtype``, the model's; each is a slot of a request, in the main group.
+    the convolution's part in ``dtype``, the model's; each is a slot of a request, in the main group, and all are stored
+    in the same formats.
     """
 
     name: str
@@ -220,6 +224,11 @@ class Ladder:
         k, v = zip(*(found[group].layers[index] for group, index in self.places), strict=True)
         return RungConfig(self.names[rung], *(tuple(fmt.name for fmt in side) for side in (k, v)))
 
+    def state_at(self, rung: int) -> StateSpec:
+        """The state that stands on a rung of slots, in the format that it has there."""
+        slot, step = self.main.spec.place(rung)
+        return self.states[slot - self.main.spec.num_token_slots].forms[step]
+
     @cached_property
     def places(self) -> tuple[tuple[int, int], ...]:
         """The group of each of the model's layers, and its index there."""
@@ -252,18 +261,42 @@ def ladder_of_layers(
         raise ConfigError(why, field="kv", value=config.name, remedy=error.remedy) from error
     names = tuple(rung.name for rung in config.rungs)
     admit_at = len(names) - 1 if config.admit_at is None else names.index(config.admit_at)
-    stored = tuple(state._replace(format=STATE_FORMATS[config.state_dtype]) for state in states)
-    groups = _with_states(groups, [state.nbytes(dtype) for state in stored])
-    return Ladder(config.name, names, groups, config.eager, admit_at, stored, dtype)
+    widest, *narrower = (STATE_FORMATS[name] for name in config.states)
+    stored = tuple(state._replace(format=widest, narrower=tuple(narrower)) for state in states)
+    return Ladder(config.name, names, _with_states(groups, stored, dtype), config.eager, admit_at, stored, dtype)
 
 
-def _with_states(groups: tuple[LayerGroup, ...], sizes: Sequence[int]) -> tuple[LayerGroup, ...]:
-    """``groups`` with a slot of each of ``sizes`` in the main group."""
+def _with_states(
+    groups: tuple[LayerGroup, ...], states: Sequence[StateSpec], dtype: torch.dtype
+) -> tuple[LayerGroup, ...]:
+    """``groups`` with a slot of each of ``states`` in the main group."""
+    if not states:
+        return groups
     main = next((number for number, group in enumerate(groups) if group.visible is None), 0)
-    slots = tuple(RequestSlot("state", num_tokens=0, nbytes=size, num_elements=0, is_state=True) for size in sizes)
-    own, num_first = groups[main].slots, groups[main].spec.num_token_slots
-    changed = replace(groups[main], slots=(*own[:num_first], *slots, *own[num_first:]))
+    group, num_first = groups[main], groups[main].spec.num_token_slots
+    slots = (*group.slots[:num_first], *(_state_slot(state, dtype) for state in states), *group.slots[num_first:])
+    changed = replace(group, slots=slots, state_floors=_state_floors(group, states[0]))
     return (*groups[:main], changed, *groups[main + 1 :])
+
+
+def _state_slot(state: StateSpec, dtype: torch.dtype) -> RequestSlot:
+    """The slot of a state, whose rungs are its formats."""
+    forms = [(form.format, form.nbytes(dtype)) for form in state.forms]
+    rungs = tuple(RungSize(fmt.name, nbytes, fmt.bits, not fmt.has_scales) for fmt, nbytes in forms)
+    return RequestSlot("state", 0, rungs[0].nbytes, 0, is_state=True, rungs=rungs)
+
+
+def _state_floors(group: LayerGroup, state: StateSpec) -> tuple[int, ...]:
+    """For each rung of the ladder the narrowest format of a state with as many bits, if states step down.
+
+    The first on the first rung, and on the last rung the last.
+    """
+    last = len(state.narrower)
+    if not last:
+        return ()
+    bits = [group.rungs[own].bits for own in group.floors[1:-1]]
+    enough = (sum(form.format.bits >= least for form in state.forms) - 1 for least in bits)
+    return 0, *(max(0, number) for number in enough), last
 
 
 def group_layers(layers: Sequence[LayerKV]) -> list[tuple[int, ...]]:

@@ -119,10 +119,13 @@ class IdleBlocks:
         if entry is not None:
             self.count(entry)
 
-    def coldest(self, number: int) -> list[Block]:
-        """The first ``number`` blocks to step down: of the widest ones the least recently used first."""
+    def coldest(self, number: int) -> list[tuple[int, int, Block]]:
+        """The first ``number`` blocks to step down, each with its rung and when it fell idle.
+
+        The widest come first, and of equal ones the least recently used.
+        """
         found = [item for tenant in self._in_turn(self._steps) for item in self._coldest_of(tenant, number)]
-        return [block for _, _, block in sorted(found)[:number]]
+        return sorted(found)[:number]
 
     def _coldest_of(self, tenant: str, number: int) -> list[tuple[int, int, Block]]:
         found, steps = list[tuple[int, int, Block]](), self._steps[tenant]

@@ -104,7 +104,7 @@ class PrefixCache:
 
     def _lookup_with_states(self, tokens: list[int], salt: str, floor: int, limit: int) -> Hit:
         pieces = [(key, self.cached(key, piece)) for key, _, piece in self.pieces(tokens, salt, limit)]
-        has_states = [True, *(key in self.checkpoints for key, _ in pieces)]  # for each number of pieces
+        has_states = [True, *(self.checkpoints.serves(key, floor) for key, _ in pieces)]  # for each number of pieces
         found = self.rules.longest((blocks for _, blocks in pieces), len(tokens), floor)
         num_cached = piece_of(self._main, len(found) - 1).stop if found else 0
         while not has_states[len(found)]:
@@ -244,7 +244,15 @@ class PrefixCache:
         self._published.pop(request_id, None)
         self.checkpoints.end(request_id, self._entries)
 
-    # ---- giving up
+    # ---- stepping down and giving up
+
+    def coldest(self, number: int) -> list[Block]:
+        """The first ``number`` idle blocks, and slots of checkpoints, to step down, the widest first.
+
+        Of equal ones the least recently used.
+        """
+        found = self.idle.coldest(number) + self.checkpoints.coldest(number)
+        return [block for *_, block in sorted(found, key=lambda each: each[:2])[:number]]
 
     def evict(self) -> bool:
         """Gives up what was used least recently and no request holds: a checkpoint, a block in a window, or all blocks

@@ -66,6 +66,7 @@ def take_snapshot(started: Started) -> EngineStats:
         kv_bytes_state=peak["state"],
         kv_rungs=bits,
         kv_blocks=dict(sum(blocks, Counter())),
+        kv_states=dict(cache.states_by_format()),
         kv_group_blocks=tuple(dict(found) for _, found in groups),
         kv_group_bytes=tuple(sum(r.block_nbytes * found[r.name] for r in group.rungs) for group, found in groups),
         kv_group_windows=tuple(group.visible for group, _ in groups),

@@ -5,19 +5,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .format_kernels import load_tile, store_tile
+from .format_kernels import conv_of, load_state, store_state
 from .step_kernels import load_unit, log_kept, silu
 
 
 @triton.jit
 def conv_chunk_kernel(
-    memory_ptr, x_ptr, weight_ptr, addresses_ptr, items_ptr, chunks_ptr, out_ptr, stride_x,
-    C: tl.constexpr, W: tl.constexpr, CONV: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    memory_ptr, x_ptr, weight_ptr, words_ptr, items_ptr, chunks_ptr, out_ptr, stride_x,
+    C: tl.constexpr, W: tl.constexpr, CONVS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The short convolution of a tile of channels in one chunk, ROWS tokens at a time.
 
-    Shapes:  x [N, C], rows ``stride_x`` apart;  weight [C, W];  addresses [I];  items [I, 4];  chunks [M, 3];
-             out [N, C];  conv, ``CONV`` bytes into a state: [C, W - 1]
+    Shapes:  x [N, C], rows ``stride_x`` apart;  weight [C, W];  words [I];  items [I, 4];  chunks [M, 3];
+             out [N, C];  conv, ``CONVS`` bytes into a state: [C, W - 1]
     Grid:    (M * cdiv(C, TILE),)
     """
     TILES: tl.constexpr = (C + TILE - 1) // TILE
@@ -29,7 +29,7 @@ def conv_chunk_kernel(
         weights += (tl.load(weight_ptr + o_c * W + i, mask=m_c, other=0.0).to(tl.float32),)  # type: ignore[assignment]
     first, number, item = tl.load(p_chunk), tl.load(p_chunk + 1), tl.load(p_chunk + 2)
     begin, is_first = tl.load(items_ptr + item * 4), tl.load(items_ptr + item * 4 + 2)
-    p_state = memory_ptr + tl.multiple_of(tl.load(addresses_ptr + item), 16) + CONV
+    p_state = conv_of(memory_ptr, tl.load(words_ptr + item), CONVS)
     p_conv = p_state.to(tl.pointer_type(x_ptr.dtype.element_ty)) + o_c[None, :] * (W - 1)
     end = first + number
     for start in range(first, end, ROWS):
@@ -50,12 +50,12 @@ def conv_chunk_kernel(
 
 @triton.jit
 def conv_state_kernel(
-    memory_ptr, x_ptr, addresses_ptr, items_ptr, stride_x,
-    C: tl.constexpr, W: tl.constexpr, CONV: tl.constexpr, TILE: tl.constexpr,
+    memory_ptr, x_ptr, words_ptr, items_ptr, stride_x,
+    C: tl.constexpr, W: tl.constexpr, CONVS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The last inputs of a tile of channels become the convolution's state, once all chunks have read the old one.
 
-    Shapes:  x [N, C], rows ``stride_x`` apart;  addresses [I];  items [I, 4]
+    Shapes:  x [N, C], rows ``stride_x`` apart;  words [I];  items [I, 4]
     Grid:    (I * cdiv(C, TILE),)
     """
     TILES: tl.constexpr = (C + TILE - 1) // TILE
@@ -64,7 +64,7 @@ def conv_state_kernel(
     m_c = o_c < C
     p_item = items_ptr + item * 4
     first, number, is_first = tl.load(p_item), tl.load(p_item + 1), tl.load(p_item + 2)
-    p_state = memory_ptr + tl.multiple_of(tl.load(addresses_ptr + item), 16) + CONV
+    p_state = conv_of(memory_ptr, tl.load(words_ptr + item), CONVS)
     p_conv = p_state.to(tl.pointer_type(x_ptr.dtype.element_ty)) + o_c * (W - 1)
     for i in tl.static_range(W - 1):
         row = number + (i - W + 1)  # of the item's; those before it are later entries of the state than any written yet
@@ -154,16 +154,16 @@ def chunk_solve_kernel(
 
 @triton.jit
 def chunk_scan_kernel(
-    memory_ptr, x_ptr, b_ptr, a_ptr, decay_ptr, dt_bias_ptr, addresses_ptr, items_ptr, written_ptr, forgotten_ptr,
+    memory_ptr, x_ptr, b_ptr, a_ptr, decay_ptr, dt_bias_ptr, words_ptr, items_ptr, written_ptr, forgotten_ptr,
     out_ptr, stride_gate,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
-    ELEMENT: tl.constexpr, SCALES: tl.constexpr, SHIFT: tl.constexpr,
+    FORMATS: tl.constexpr,
 ):  # fmt: skip
     """Some columns of one value head's state pass all chunks of a request, which read it and write it.
 
-    Shapes:  as in ``chunk_solve_kernel``;  addresses [I];  items [I, 4];  out [N, HV, DV]
-             recurrent: see ``load_tile``; it is rounded once, behind the last chunk
+    Shapes:  as in ``chunk_solve_kernel``;  words [I];  items [I, 4];  out [N, HV, DV]
+             recurrent: see ``load_state``; it is rounded once, behind the last chunk
     Grid:    (I * HV * cdiv(DV, BLOCK_V),)
     """
     TILES: tl.constexpr = (DV + BLOCK_V - 1) // BLOCK_V
@@ -174,9 +174,9 @@ def chunk_scan_kernel(
     p_item = items_ptr + item * 4
     first, number, is_first, i_m = tl.load(p_item), tl.load(p_item + 1), tl.load(p_item + 2), tl.load(p_item + 3)
     decay, dt_bias = tl.load(decay_ptr + i_h), tl.load(dt_bias_ptr + i_h)
-    p_slot = memory_ptr + tl.multiple_of(tl.load(addresses_ptr + item), 16)
+    word = tl.load(words_ptr + item)
     TYPE: tl.constexpr = x_ptr.dtype.element_ty
-    b_state = load_tile(p_slot, i_h, o_k, o_v, tl.where(is_first == 0, DK, 0), DV, DK, DV, ELEMENT, SCALES)
+    b_state = load_state(memory_ptr, word, i_h, o_k, o_v, tl.where(is_first == 0, DK, 0), DV, DK, DV, FORMATS)
     is_seen = o_t[:, None] >= o_t[None, :]
     for start in range(0, number, CHUNK):
         o_row, m_t = (first + start + o_t).to(tl.int64), start + o_t < number
@@ -196,4 +196,4 @@ def chunk_scan_kernel(
         tl.store(p_out, b_out.to(out_ptr.dtype.element_ty), mask=m_t[:, None] & m_v[None, :])
         b_new *= tl.exp(last - b_total)[:, None]
         b_state = b_state * tl.exp(last) + product(tl.trans(b_k), b_new, PRECISION)
-    store_tile(p_slot, b_state, i_h, o_k, o_v, DK, DV, DK, DV, ELEMENT, SCALES, SHIFT)
+    store_state(memory_ptr, word, b_state, i_h, o_k, o_v, DK, DV, DK, DV, FORMATS)

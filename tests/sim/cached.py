@@ -108,7 +108,14 @@ class Cached:
             for index, block in enumerate(entry.blocks)
             if block is not None and block.refs == 1 and 0 <= block.rung < len(groups[index].sizes) - 1
         ]
-        return [block for *_, block in sorted(found)[:number]]
+        found += [
+            (groups[0].place(slot.rung)[1], checkpoint.since, place, slot)
+            for checkpoint in self.checkpoints().values()
+            if all(slot.refs == 1 for slot in checkpoint.slots)
+            for place, slot in enumerate(checkpoint.slots)
+            if slot.rung < groups[0].last(slot.rung)
+        ]
+        return [block for *_, block in sorted(found, key=lambda each: each[:3])[:number]]
 
     def kinds(self) -> Counter[tuple[int, int]]:
         """Numbers by group and rung of the blocks that can be given up."""
@@ -168,7 +175,7 @@ class Cached:
         cached, ends = self.blocks(), self.ends(request.num_tokens - 1)
         keys, checkpoints = self.keys(request, ends), self.checkpoints()
         for number in range(len(keys), 0, -1):
-            if with_states and options.num_states and keys[number - 1] not in checkpoints:
+            if with_states and options.num_states and not self._begins(checkpoints.get(keys[number - 1]), request):
                 continue
             found = [
                 [cached.get((keys[piece], index)) for piece in self.pieces(group, ends[number - 1], number)]
@@ -177,6 +184,12 @@ class Cached:
             if all(self.serves(group, found[i], request, ends[number - 1]) for i, group in enumerate(options.groups)):
                 return ends[number - 1], found
         return 0, [[] for _ in options.groups]
+
+    def _begins(self, checkpoint: Any, request: Any) -> bool:
+        """Whether a request may begin on a checkpoint, if there is one: no state is narrower than it allows."""
+        group, floor = self.options.groups[0], self.options.floor(request.params)
+        most = group.state_floors[floor] if self.options.state_below else 0
+        return checkpoint is not None and all(group.place(slot.rung)[1] <= most for slot in checkpoint.slots)
 
     def check_filed(self, request: Any, tables: list[Any], start: int, num_tokens: int) -> None:
         """Checks that no block of ``request`` among its pieces from ``start`` on is worth more than the one filed.

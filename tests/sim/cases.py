@@ -147,9 +147,34 @@ def with_states(options: Options) -> Options:
     number = rng.randint(1, 3)
     sizes = rng.choice(((rng.choice((1, 3, *options.sizes)),) * number, options.sizes[:1] + (1, 3)[: number - 1]))
     more = rng.choice(((), (), (1,)))
-    return replace(
+    changed = replace(
         options, prefix=True, other_slots=(*sizes, *more), num_states=len(sizes), returns=rng.choice((0.2, 0.9)),
         slabs=options.slabs + len(sizes) + len(more) + rng.choice((0, 4, 12)),
+    )  # fmt: skip
+    return _with_steps(changed, rng) if len(changed.sizes) > 1 and not changed.eager else changed
+
+
+def _with_steps(options: Options, rng: random.Random) -> Options:
+    """The same options with states that step down, once or twice, and slabs for that.
+
+    Half of them have states as large as several blocks, and many requests: then memory is theirs above all.
+    """
+    number, states, is_crowded = min(rng.choice((1, 1, 2)), len(options.sizes) - 1), [], rng.random() < 0.5
+    for size in options.other_slots[: options.num_states]:
+        most = max(size, number + 2) * (rng.choice((1, 2, 3)) if is_crowded else 1)
+        sizes = sorted(rng.sample(range(1, most), number), reverse=True)
+        states.append((most, *sizes))
+    states = rng.choice((states, [states[0]] * len(states)))
+    changed = replace(
+        options, other_slots=(*(sizes[0] for sizes in states), *options.other_slots[len(states) :]),
+        state_below=tuple(sizes[1:] for sizes in states), slabs=options.slabs + len(states) * rng.choice((0, 2, 4)),
+        state_floors=_floors(rng, len(options.sizes), number + 1),
+    )  # fmt: skip
+    if not is_crowded:
+        return changed
+    return replace(
+        changed, prefix=rng.random() < 0.5, arrivals=1.0, max_num_seqs=16, longest=max(1, options.longest // 3),
+        crowd=8, budget=max(options.budget, 4 * options.block), open_ended=0.0,
     )  # fmt: skip
 
 
@@ -251,7 +276,10 @@ CASES = {
     ),
     "states": Case(
         with_states, range(12_000, 12_012), range(12_100, 12_600),
-        (*(kind for kind in KINDS if kind not in RARE), "kept", "moved along", "restored", "given up"),
+        (
+            *(kind for kind in KINDS if kind not in RARE), "kept", "moved along", "restored", "given up",
+            "checkpoint down", "state down",
+        ),
     ),
     "disk": Case(
         with_disk, range(12_000, 12_016), range(12_100, 12_600),

@@ -161,6 +161,8 @@ class Device(Records):
                 raise DeviceError(f"a block on rung {record.path[-1]} is moved as if on {move.old}")
             if record.spoilt and move.old == 0 < move.new:
                 self.sealed_bad.add(move.block)
+            if move.old < move.new <= -1 and not record.path:
+                raise DeviceError("a state that nobody wrote is rewritten")
             path = record.path if move.old == move.new else (*record.path, move.new)
             self._put(move.dst, replace(record, nbytes=group.size(move.new), path=path))
 
@@ -207,7 +209,7 @@ class Device(Records):
         """
         record = self._at(slot.slot.address, slot.slot.nbytes)
         if start:
-            if record.path != (slot.rung,):
+            if record.path[-1:] != (slot.rung,):
                 raise DeviceError(f"a state goes on from bytes of rungs {record.path}")
             if record.salt != salt:
                 raise DeviceError("a state goes on from one of another salt")

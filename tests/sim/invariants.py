@@ -52,7 +52,7 @@ def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, 
     for block in check_checkpoints(space):
         require(block not in owners, "a checkpoint's slot is in use")
         cached[block], owners[block] = 1, []
-    copied = {move.block for wave in store.waves for move in wave if move.old == move.new}
+    copied = {move.block for wave in store.waves for move in wave if move.old == move.new or move.new < 0}
     for block in check_tier(space):  # the tier owns it as the cache does
         require(block not in owners, "a block that waits for its bytes is in use")
         cached[block], owners[block] = 1, []
@@ -68,7 +68,9 @@ def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, 
         require(block.refs == len(floors) + cached.get(block, 0), "{} references, {} tables", block.refs, len(floors))
         if len(floors) > 1 or block.holders != floors:
             require(sorted(block.holders) == sorted(floors), "holders are not the tables that name the block")
-        floor = min(floors) if floors else len(groups[index].sizes) - 1
+        is_state = rung < 0 and not index and groups[0].place(rung)[0] in space.options.state_slots
+        last = groups[index].last(rung) if is_state else len(groups[index].sizes) - 1
+        floor = min(floors) if floors else last
         require(block.floor == floor, "floor {}, its holders allow {}", block.floor, floor)
         require(rung <= floor, "rung {} below the floor {}", rung, floor)
         before = seen.get(block)
@@ -128,15 +130,17 @@ def check_hole(space: SpySpace, spans: list[tuple[int, int]]) -> None:
 def owners_of(group: Any, index: int, space: SpySpace) -> dict[Any, list[int]]:
     """The blocks in the tables of a group, each with the floors of the tables that name it."""
     options, owners = space.options, dict[Any, list[int]]()
-    has_bank, sizes = options.has_bank and not index, options.groups[index].slots
-    for table in group._tables.values():
+    has_bank, own = options.has_bank and not index, options.groups[index]
+    for name, table in group._tables.items():
         missing = table.num_slots - len(table.slots)  # the sink's, given back
         require(missing in ((0, 1) if options.groups[index].visible and options.sink else (0,)), "a slot is lost")
         for number, block in enumerate(table.slots, missing):
-            require(block.rung == -1 - number, "a slot changed its rung")
+            require(own.place(block.rung)[0] == number, "a slot is on another's rung")
             require((number == 0 and options.sink > 0) or block.refs == 1, "a slot without tokens is shared")
-            owners.setdefault(block, []).append(table.floor)
-        require(table.num_slots <= len(sizes), "a request has a slot too many")
+            is_state = not index and number in options.state_slots
+            step = own.state_floors[space.tables._floors[name]] if is_state and options.state_below else 0
+            owners.setdefault(block, []).append(own.slot_rung(number, step) if is_state else table.floor)
+        require(table.num_slots <= len(own.slots), "a request has a slot too many")
         check_bank(table, has_bank)
         for number, block in enumerate(table.blocks):
             require(block.rung >= 0, "a slot stands among the blocks")
@@ -161,7 +165,7 @@ def check_room(space: SpySpace) -> None:
     """Checks the arena's room against the slabs, counted again; free slabs and slots add up."""
     arena, memory = space.tables.arena, space.memory
     live, limit = memory.live(), memory.limit()
-    for size in {size for group in space.options.groups for size in (*group.sizes, *group.slots)}:
+    for size in {size for group in space.options.groups for size in group.all_sizes()}:
         require(arena.room(size) == memory.room(size, live, limit), "room for {} slots of {}", arena.room(size), size)
     for places, taken in ((arena._slab_places, arena._slabs), (arena._block_places, arena._blocks)):
         require(sorted([*places.free, *taken]) == list(range(places.extent)), "a place is lost, or free and in use")
