@@ -13,11 +13,13 @@ import argparse
 import importlib.util
 import itertools
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -102,6 +104,20 @@ class Times:
             found = (times.get(num_rows, {}) for times in self._us.values())
             sums = (f"{sum(us.values()):.0f}" if len(us) == len(self.products) else "-" for us in found)
             print(f"| {num_rows:,} | " + " | ".join(sums) + " |")
+
+
+def find_compiler() -> None:
+    """Lets the processes that compile find NVRTC's built-ins, which lie beside it; without NVRTC it is nvcc."""
+    from humming.utils.nvrtc import get_nvrtc_library_path
+
+    try:
+        folder = str(Path(get_nvrtc_library_path()).parent)
+    except RuntimeError as error:
+        os.environ["HUMMING_COMPILER"] = "nvcc"
+        print_line(compiler="nvcc", no_nvrtc=str(error)[:200])
+        return
+    paths = [folder, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+    os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(paths)  # this process has read it already
 
 
 def weight_of(form: Form, num_out: int, size: int) -> IntegerWeight | Float8Weight:
@@ -246,6 +262,8 @@ def main() -> None:
     print_line(device=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__)
     compile_all(pool, timed(shapes, row_numbers))
     time_plain(shapes, row_numbers, times)
+    if os.environ.get("HUMMING_COMPILER") != "nvcc":
+        find_compiler()
     for name in names:
         if time.monotonic() - start > args.budget:
             print_line(way=name, skipped="the budget is spent")
