@@ -36,6 +36,7 @@ def main() -> None:
     add("--kv-memory", default="1GiB")
     add("--batch", default="1,64", help="requests at once")
     add("--context", default="192,1024", help="tokens of a request, spread by a block")
+    add("--alike", action="store_true", help="requests of one length")
     add("--turns", type=int, default=15)
     add("--steps", type=int, default=4, help="of a turn")
     add("--num-threads", type=int, default=1, help="of a CPU")
@@ -67,7 +68,8 @@ def compare_steps(kv: str, batch: int, context: int, args: argparse.Namespace, o
                 **options,
             )
             engine = closing.enter_context(FilledEngine(config))
-            engine.begin(spread_prompts(batch, context, longest), longest)
+            lengths = [context] * batch if args.alike else spread_prompts(batch, context, longest)
+            engine.begin(lengths, longest)
             timed.append(partial(engine.seconds_per_step, args.steps))
         show(f"{kv:<12} {batch:>5} {context:>7} step    ", by_turns(timed, args.turns), 1e3 / args.steps, "ms")
 
