@@ -237,7 +237,7 @@ def _rungs(
                 "k": by_layers(formats.formats("k", len(ladder.places))),
                 "v": by_layers(formats.formats("v", len(ladder.places))),
                 "block_bytes": ladder.block_nbytes(number),
-                "bytes_per_token": token.nbytes,
+                "bytes_per_token": round(token.nbytes, 1),
                 "code_bits": token.code_bits,
                 "effective_bits": token.bits,
                 **_states(ladder, number),

@@ -65,6 +65,12 @@ def test_columns_of_the_design_are_there() -> None:
     assert set(wanted.split()) <= {field.name for field in fields(SweepRow)}
 
 
+def test_states_are_a_part_of_the_peak() -> None:
+    table = sweep_table([make_row(kv_bytes_state=2**19)])
+    assert table.cells[0][table.headers.index("states")] == "512.0 KiB"
+    assert "states" not in sweep_table([make_row(kv_bytes_state=0)]).headers
+
+
 def test_table_compares_with_the_first_preset_at_equal_batch() -> None:
     table = sweep_table(ROWS)
     assert [row[table.headers.index("vs bf16")] for row in table.cells] == ["1.00x", "1.00x", "1.50x", ""]
