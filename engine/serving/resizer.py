@@ -51,9 +51,10 @@ class Resizer:
         """
         check_size(space, nbytes, requests)
         self._runner.check_resize(nbytes)
-        if nbytes > space.tables.arena.hole.held_nbytes:
+        arena = space.tables.arena
+        if arena.hole.number_for(nbytes) < arena.hole.number:  # a chunk comes, which the device may lack
             self._flush()
-            self._runner.dig(space.tables.arena.hole_beside(nbytes))  # before the books count on it
+            self._runner.dig(arena.hole_beside(nbytes))  # before the books count on it
         space.resize(nbytes)
         self.end(None)
         self._under_way = found = Resize(space.capacities)
