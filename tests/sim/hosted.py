@@ -35,6 +35,7 @@ class Hosted:
         self._budget: int | None = None
         self._dropped = 0  # bytes that host memory had given up when blocks left last
         self._had, self._tenants = set[bytes](), dict[bytes, str]()  # pieces then, and tenants of what left
+        self._payers: dict[bytes, str] = {}  # those that its copies count for
         self._noted = 0  # bytes beside this step
         self._counts: Counter[str] = Counter()  # since the simulator looked
         if self.tier is not None:
@@ -133,21 +134,28 @@ class Hosted:
         pieces = [(piece.tenant, copy) for piece in self.tier._pieces.values() for copy in piece.held()]
         return sum((Counter({tenant: copy.slot.nbytes}) for tenant, copy in pieces), Counter[str]())
 
+    def _over(self) -> set[str]:
+        """The tenants that are over their share."""
+        quota = self._space.options.quota
+        if quota is None:
+            return set()
+        return {tenant for tenant, nbytes in self.shares().items() if nbytes > quota * self.tier.arena.nbytes}
+
     def _checked_oldest(self, key: bytes) -> Any:
         """What is given up for a copy of ``key``: nothing of a tenant within his share while another is over his."""
         found, quota = self._oldest(key), self._space.options.quota
         if quota is None or found is None:
             return found
         require(self.tier.shares._nbytes == self.shares(), "bytes of host memory are miscounted by tenant")
-        over = {tenant for tenant, nbytes in self.shares().items() if nbytes > quota * self.tier.arena.nbytes}
-        rank = self.tier.hints.rank
+        over, rank = self._over(), self.tier.hints.rank
         others = [
             piece
             for piece in list(self.tier._pieces.values())[: list(self.tier._pieces).index(key)]
             if piece.tenant in over and not any(map(self._is_used, piece.held())) and rank(piece.key) <= rank(key)
         ]
         is_done = rank(found.key) == 0
-        require(is_done or found.tenant in over or not others, "who is within his share loses a copy")
+        is_paid = found.tenant in over or not (others or self.tier._pieces[key].tenant in over)
+        require(is_done or is_paid, "who is within his share loses a copy")
         self.count("over" if found.tenant in over else "within")
         return found
 
@@ -160,6 +168,9 @@ class Hosted:
         self._dropped = self.tier._moved["dropped"]
         self._had = set(self.tier._pieces)
         self._tenants = {key: self._space.prefix._entries[key].tenant for key, _ in blocks}
+        self._payers = {
+            key: self.tier._pieces[key].tenant if key in self._had else self._tenants[key] for key, _ in blocks
+        }
         filed = (*self._space.prefix._entries.values(), *self.tier._pieces.values())
         self._parents = {each.key: each.parent for each in filed}
         return {
@@ -193,10 +204,13 @@ class Hosted:
         if self._has_place(block.slot.nbytes):
             return True
         before, rank = self._before(key), self.tier.hints.rank
+        over = self._over()
+        is_over = self._payers[key] in over  # then it takes no place of others
         return not self._never_fits(block.slot.nbytes) and any(
             piece.key not in before
             and not any(self._is_used(copy) for copy in piece.held())
             and rank(piece.key) <= max(1, rank(key))  # nobody else takes the place of what is retained
+            and (not is_over or piece.tenant in over)
             for piece in self.tier._pieces.values()
         )
 
