@@ -82,11 +82,11 @@ class Hosted:
         cached = self._space.cached.blocks()
         for fetch in landing:
             filed = cached.get((fetch.piece.key, fetch.copy.group))
-            if fetch in kept and fetch.piece.key not in had:
-                tenant = self._space.prefix._entries[fetch.piece.key].tenant
-                require(tenant == fetch.piece.tenant, "a piece that comes back counts for another tenant")
             if fetch in kept:
                 require(filed is not None and filed.rung <= fetch.block.rung, "a block that came is not filed")
+                entry = self._space.prefix._entries[fetch.piece.key]
+                is_right = fetch.piece.key in had or entry.tenant == fetch.piece.tenant
+                require(is_right, "a piece that comes back counts for another tenant")
             else:
                 require(filed is not fetch.block, "a block with the bytes of a copy that is gone is filed")
         require(not any(slot in self.tier._busy for slot in self._slots_taken()), "a slot stays busy")

@@ -76,7 +76,7 @@ SHARE_BUGS = (
         "host_tier HostTier._oldest",
         "found is None and self._pieces[key].tenant not in over",
         "found is None",
-        15003,
+        15047,
     ),
     _bug(
         "a copy that is gone counts still",
