@@ -61,7 +61,7 @@ class Engine(Closable):
             much as KV memory then, at most 4 GiB and a quarter of what is free.
         kv_store_size: the most that its files may take: bytes, a size, or a share of the disk's free room; None for
             "20GiB".
-        kv_quota: share of KV memory that each tenant may use, in (0, 1]; None for no quotas.
+        kv_quota: share of KV memory, host memory and store that each tenant may use, in (0, 1]; None for no quotas.
         prefix_caching: keep full blocks for later requests that begin with the same tokens.
         resizable: let ``resize`` change KV memory of a GPU, by cuda-bindings; that of a CPU always can.
 

@@ -334,15 +334,16 @@ class HostTier:
     def _oldest(self, key: bytes) -> HostPiece | None:
         """The piece that is given up next of those that can be at once, if it comes before that of ``key``.
 
-        One that is done, or else the least recently used one; retained ones come last. Of tenants over their share
-        before all others.
+        One that is done, or else the least recently used one; retained ones come last. Those of tenants over their
+        share come before all others, which yield to none of these.
         """
         for done in self.hints.done_keys():
             piece = self._pieces.get(done)
             if piece is not None and done != key and not any(map(self._is_used, piece.held())):
                 return piece
         over = self.shares.over
-        return (self._oldest_of(over, key) if over else None) or self._oldest_of(None, key)
+        found = self._oldest_of(over, key) if over else None
+        return self._oldest_of(None, key) if found is None and self._pieces[key].tenant not in over else found
 
     def _oldest_of(self, tenants: Collection[str] | None, key: bytes) -> HostPiece | None:
         """The same among the pieces of some ``tenants``, None for all."""

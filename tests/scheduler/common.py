@@ -81,7 +81,7 @@ def make_space(
     slab = round(slab_blocks * block)
     reserve = reserve_nbytes([[rung.nbytes for rung in group.rungs] for group in spec.groups], block, slab)
     tables = BlockTables(Arena(round(num_blocks * block), slab, reserve, block_nbytes=block), spec)
-    return KVManager(tables, PrefixCache(tables, "model") if prefix else None, quota)
+    return KVManager(tables, PrefixCache(tables, "model", quota=quota) if prefix else None, quota)
 
 
 def make_scheduler(

@@ -194,9 +194,8 @@ def with_doubts(options: Options) -> Options:
     rng = random.Random(f"doubts {options.seed}")
     changed = with_disk(options)
     return replace(
-        changed, unseen=rng.choice((0.03, 0.1)), bad_blocks=rng.choice((0.0, 0.2)), faults=0.0, returns=0.9,
-        recoveries=0.0, copies=0.0, ahead=rng.random() < 0.7, salts=rng.choice((1, 2)), arrivals=0.9, aborts=0.0,
-        host_nbytes=max(options.nbytes // 4, 2 * options.most_slab_nbytes),
+        changed, unseen=rng.choice((0.1, 0.4)), bad_blocks=rng.choice((0.0, 0.2)), faults=0.0, returns=0.9,
+        eager=False, recoveries=0.0, copies=0.0, ahead=rng.random() < 0.7, num_prompts=1, salts=rng.choice((1, 2)),
     )  # fmt: skip
 
 
@@ -286,11 +285,11 @@ CASES = {
         (*(kind for kind in KINDS if kind != "refused"), "out", "written", "fetched", "saved", "read", "torn"),
     ),
     "doubts": Case(
-        with_doubts, range(14_000, 14_012), range(14_100, 14_400),
-        ("out", "written", "fetched", "saved", "read", "unseen"),
+        with_doubts, range(14_002, 14_010), range(14_100, 14_400),
+        ("demotion", "hit", "written", "saved", "unseen"),
     ),
     "quotas": Case(
-        with_quotas, range(15_000, 15_012), range(15_100, 15_400),
+        with_quotas, range(15_003, 15_013), range(15_100, 15_400),
         ("demotion", "idle", "hit", "out", "written", "over"),
     ),
     "hints": Case(

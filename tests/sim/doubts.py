@@ -1,4 +1,4 @@
-"""Values that turn bad while nobody looks: known once their block is sealed, or once who reads them fails."""
+"""Values that turn bad: known at once, or while nobody looks, until their block is sealed or who reads them fails."""
 
 from __future__ import annotations
 
@@ -20,6 +20,18 @@ def spoil_unseen(simulation: Simulation) -> None:
         device.spoil(block)
         simulation.model.unknown.add(block)
         simulation.counts["unseen"] += 1
+
+
+def spoil_running(simulation: Simulation) -> set[Any]:
+    """Has a block of a running request turn out bad now and then."""
+    options, rng, device = simulation.options, simulation.rng, simulation.device
+    if not simulation.scheduler.running or rng.random() >= options.bad_blocks:
+        return set()
+    request = rng.choice(list(simulation.scheduler.running))
+    blocks = [b for table in simulation.tables_of(request) for b in table.blocks if device.path(b)]
+    bad = {rng.choice(blocks)} if blocks else set()
+    simulation.model.spoil(bad)
+    return bad
 
 
 def take_sealed_bad(simulation: Simulation) -> set[Any]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .broken import require
 from .disk import SLOW, Promised, Reads
+from .host_shares import HostShares
 
 if TYPE_CHECKING:
     from .spy import SpySpace
@@ -35,15 +36,21 @@ class Hosted:
         self._budget: int | None = None
         self._dropped = 0  # bytes that host memory had given up when blocks left last
         self._had, self._tenants = set[bytes](), dict[bytes, str]()  # pieces then, and tenants of what left
+        self._payers: dict[bytes, str] = {}  # those that its copies count for
         self._noted = 0  # bytes beside this step
         self._counts: Counter[str] = Counter()  # since the simulator looked
-        if self.tier is not None:
-            self._oldest, self.tier._oldest = self.tier._oldest, self._checked_oldest
+        self.shares = None if self.tier is None else HostShares(self)
 
     def take_counts(self) -> Counter[str]:
         """Blocks by what became of them since the last call."""
         counts, self._counts = self._counts, Counter()
         return counts
+
+    @property
+    def quota(self) -> float | None:
+        """Share of a tenant."""
+        found: float | None = self._space.options.quota
+        return found
 
     def count(self, what: str) -> None:
         """Counts an event."""
@@ -75,11 +82,11 @@ class Hosted:
         cached = self._space.cached.blocks()
         for fetch in landing:
             filed = cached.get((fetch.piece.key, fetch.copy.group))
-            if fetch in kept and fetch.piece.key not in had:
-                tenant = self._space.prefix._entries[fetch.piece.key].tenant
-                require(tenant == fetch.piece.tenant, "a piece that comes back counts for another tenant")
             if fetch in kept:
                 require(filed is not None and filed.rung <= fetch.block.rung, "a block that came is not filed")
+                entry = self._space.prefix._entries[fetch.piece.key]
+                is_right = fetch.piece.key in had or entry.tenant == fetch.piece.tenant
+                require(is_right, "a piece that comes back counts for another tenant")
             else:
                 require(filed is not fetch.block, "a block with the bytes of a copy that is gone is filed")
         require(not any(slot in self.tier._busy for slot in self._slots_taken()), "a slot stays busy")
@@ -126,31 +133,6 @@ class Hosted:
         require(within, "more is copied beside a step than may be")
         self._noted += nbytes
 
-    # ---- shares
-
-    def shares(self) -> Counter[str]:
-        """Bytes of copies by the tenant that they count for."""
-        pieces = [(piece.tenant, copy) for piece in self.tier._pieces.values() for copy in piece.held()]
-        return sum((Counter({tenant: copy.slot.nbytes}) for tenant, copy in pieces), Counter[str]())
-
-    def _checked_oldest(self, key: bytes) -> Any:
-        """What is given up for a copy of ``key``: nothing of a tenant within his share while another is over his."""
-        found, quota = self._oldest(key), self._space.options.quota
-        if quota is None or found is None:
-            return found
-        require(self.tier.shares._nbytes == self.shares(), "bytes of host memory are miscounted by tenant")
-        over = {tenant for tenant, nbytes in self.shares().items() if nbytes > quota * self.tier.arena.nbytes}
-        rank = self.tier.hints.rank
-        others = [
-            piece
-            for piece in list(self.tier._pieces.values())[: list(self.tier._pieces).index(key)]
-            if piece.tenant in over and not any(map(self._is_used, piece.held())) and rank(piece.key) <= rank(key)
-        ]
-        is_done = rank(found.key) == 0
-        require(is_done or found.tenant in over or not others, "who is within his share loses a copy")
-        self.count("over" if found.tenant in over else "within")
-        return found
-
     # ---- out
 
     def watch_out(self, blocks: dict[tuple[bytes, int], Any]) -> dict[tuple[bytes, int], bool]:
@@ -160,6 +142,9 @@ class Hosted:
         self._dropped = self.tier._moved["dropped"]
         self._had = set(self.tier._pieces)
         self._tenants = {key: self._space.prefix._entries[key].tenant for key, _ in blocks}
+        self._payers = {
+            key: self.tier._pieces[key].tenant if key in self._had else self._tenants[key] for key, _ in blocks
+        }
         filed = (*self._space.prefix._entries.values(), *self.tier._pieces.values())
         self._parents = {each.key: each.parent for each in filed}
         return {
@@ -193,14 +178,17 @@ class Hosted:
         if self._has_place(block.slot.nbytes):
             return True
         before, rank = self._before(key), self.tier.hints.rank
+        over = self.shares.over()
+        is_over = self._payers[key] in over  # then it takes no place of others
         return not self._never_fits(block.slot.nbytes) and any(
             piece.key not in before
-            and not any(self._is_used(copy) for copy in piece.held())
+            and not any(self.is_used(copy) for copy in piece.held())
             and rank(piece.key) <= max(1, rank(key))  # nobody else takes the place of what is retained
+            and (not is_over or piece.tenant in over)
             for piece in self.tier._pieces.values()
         )
 
-    def _is_used(self, copy: Any) -> bool:
+    def is_used(self, copy: Any) -> bool:
         """Whether a command under way, or the next one, names a copy."""
         return copy.slot in self.tier._busy or copy.slot in self.tier._held or copy in self.tier._writes
 

@@ -23,7 +23,7 @@ from .code import Code, load
 from .core_checks import check_answer, check_core
 from .device import Device, mix
 from .disk import SLOW, FakeDisk, bad_sources, check_disk
-from .doubts import spoil_unseen, take_sealed_bad
+from .doubts import spoil_running, spoil_unseen, take_sealed_bad
 from .hinted import end_session, timed_hints
 from .host import Host
 from .invariants import check_batch, check_books, check_queues, check_room
@@ -328,13 +328,7 @@ class Simulation:
         self.counts["copy"] += sum(move.old == move.new for move in moves)
         self.counts["mined"] += sum(move.mining is not None for move in moves)
         self.event("apply", [(m.src, m.dst, m.old, m.new) for m in moves])
-        if self.scheduler.running and self.rng.random() < self.options.bad_blocks:
-            request = self.rng.choice(list(self.scheduler.running))
-            blocks = [b for table in self.tables_of(request) for b in table.blocks if self.device.path(b)]
-            if blocks:
-                block = self.rng.choice(blocks)
-                self.model.spoil({block})
-                bad.add(block)
+        bad |= spoil_running(self)
         return bad | take_sealed_bad(self)
 
     def about_to_emit(self, request: Request) -> None:

@@ -184,6 +184,24 @@ def test_what_can_be_given_up_is_known_without_a_look_at_each_block():
     assert lines[0] == lines[1] > 0
 
 
+def test_tenants_over_their_share_step_down_and_give_up_their_own_first():
+    space = make_space(20, LADDER, prefix=True, quota=0.25)
+    for salt, (tenant, number) in enumerate((("few", 4), ("many", 6)), 1):
+        request = make_request(tenant, ids(salt, number), floor=2, tenant=tenant)
+        request.num_computed_tokens = space.open(request)
+        assert space.reserve(request, number * BLOCK)
+        space.computed(request, number * BLOCK)
+        space.release(request)
+    step_down(space, 1)
+    assert rungs(space, 1, num_blocks=4) == [[0] * 4], "the least recently used, but within its share"
+    step_down(space, 2)  # then nobody is over 80 bytes
+    assert rungs(space, 2, num_blocks=6) == [[0, 0, 0, 1, 1, 1]]
+    step_down(space, 1)
+    assert rungs(space, 1, num_blocks=4) == [[0, 0, 0, 1]]
+    space.tables.arena.resize(8 * 16)  # a share of 32 bytes: both are over
+    assert space.evict() and rungs(space, 1, num_blocks=4) == [[0, 0, 0]]
+
+
 def test_what_is_given_up_counts_as_room():
     space = make_space(6, LADDER, prefix=True)
     space.release(begun(space, "a", ids(1, 3)))
