@@ -49,6 +49,7 @@ def test_stream(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     assert printed.endswith("4042\n") and "\033[90m" in printed
 
 
+@pytest.mark.slow
 def test_precision(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run(monkeypatch, "precision.py")
     free, floored, pinned, stepped = capsys.readouterr().out.splitlines()
