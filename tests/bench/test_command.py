@@ -200,6 +200,7 @@ def test_full_file_still_prints_the_rows_and_fails() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_disk_full_while_drawing_loses_no_rows(tmp_path: Path) -> None:
     plot, output = tmp_path / "speed.png", tmp_path / "rows.json"
     plot.symlink_to("/dev/full")

@@ -87,8 +87,8 @@ def test_a_window_keeps_few_blocks_of_a_request(monkeypatch: pytest.MonkeyPatch)
     with_windows(monkeypatch)
     started = begin("bf16", "64MiB", max_model_len=600)
     core, tables = started.core, started.core.runner.cache.tables
-    params = SamplingParams(temperature=0.0, max_tokens=430, ignore_eos=True)
-    submission = Submission("long", None, [7] * 100, params, 430, 0, [], False, floor=0)
+    params = SamplingParams(temperature=0.0, max_tokens=280, ignore_eos=True)
+    submission = Submission("long", None, [7] * 250, params, 280, 0, [], False, floor=0)
     core.live[submission.request_id] = submission
     core.add(submission)
     most, request_id = [0, 0], submission.request_id

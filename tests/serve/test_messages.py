@@ -177,7 +177,7 @@ def test_why_an_answer_ends(server: Running, client: anthropic.Anthropic):
     assert (cut.stop_reason, cut.usage.output_tokens) == ("max_tokens", 5)
 
 
-@pytest.mark.parametrize("most", [10_000, 250])
+@pytest.mark.parametrize("most", [10_000, pytest.param(250, marks=pytest.mark.slow)])
 def test_more_tokens_than_the_context_has_are_what_it_has(most: int):
     """Clients send the bound of Anthropic's models, which smaller contexts never have room for."""
     with Engine(kv="fp32", kv_memory="64MiB", max_model_len=250) as engine, running(engine) as server:

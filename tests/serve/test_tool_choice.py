@@ -224,7 +224,7 @@ def check_all(choices: list[dict[str, Any]]) -> None:
 
 def test_the_demo_model_calls_where_it_must(server: Running):
     """Its template knows no tools: the form is that of most models."""
-    check_all(force_calls(server, 10))
+    check_all(force_calls(server, 5))
 
 
 @pytest.mark.slow

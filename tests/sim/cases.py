@@ -266,11 +266,11 @@ CASES = {
         (*KINDS, "trim"),
     ),
     "resizes": Case(
-        with_resizes, range(9000, 9024), range(9100, 9600),
+        with_resizes, range(9000, 9012), range(9100, 9600),
         (*KINDS, "shrink", "growth"),
     ),
     "host": Case(
-        with_host, range(11_028, 11_052), range(11_100, 11_600),
+        with_host, range(11_040, 11_052), range(11_100, 11_600),
         (*(kind for kind in KINDS if kind != "refused"), "out", "written", "fetched", "parked"),
     ),
     "states": Case(
