@@ -259,10 +259,10 @@ class Options:
         return code.KVSpec("tiny", tuple(groups), self.eager, self.admit_at)
 
     def _state_rungs(self, code: ModuleType, state: int, index: int) -> tuple[Any, ...]:
-        """The rungs of a state that steps down, in the group with that index; else none."""
-        if index or state >= len(self.state_below):
+        """The rungs of a state, in the group with that index; other slots have none."""
+        if index or state >= self.num_states:
             return ()
-        sizes = enumerate((self.other_slots[state], *self.state_below[state]))
+        sizes = enumerate((self.other_slots[state], *(self.state_below[state] if self.state_below else ())))
         return tuple(code.RungSize(f"state{step}", size, 16.0 / 2**step) for step, size in sizes)
 
     @property
