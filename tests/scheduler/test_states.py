@@ -76,7 +76,9 @@ def test_a_pinned_request_keeps_wide_states_and_admission_counts_them() -> None:
         assert space.reserve(each, 5)
     assert space.demand.total.slots(1) == {16: 4, 32: 2}  # two dense blocks, two states of each
     assert [list(space.unsettled(each)) for each in (request,)] == [[]]
-    assert [age for block, age in space.unsettled(narrow) if block.rung < 0] == [0, 0] and space.aged([request, narrow]) == [narrow]
+    assert [age for block, age in space.unsettled(narrow) if block.rung < 0] == [0, 0] and space.aged(
+        [request, narrow]
+    ) == [narrow]
     assert space.tables.demand(5, 0)[32] == 2 and space.tables.demand(5, 1)[32] == 0
 
 

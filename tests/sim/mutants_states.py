@@ -27,7 +27,7 @@ STATE_BUGS = (
         "request.num_computed_tokens > 0",
     ),
     _bug(
-        12002,
+        12003,
         "a chunk goes on behind a border",
         "scheduler",
         "Scheduler._wanted",
@@ -59,7 +59,7 @@ STATE_BUGS = (
         "self._tables.store.copy(checkpoint.slots, states)",
     ),
     _bug(
-        12002,
+        12005,
         "states are copied to others' layers",
         "checkpoints",
         "Checkpoints.restore",
@@ -67,7 +67,7 @@ STATE_BUGS = (
         "self._tables.store.copy(checkpoint.slots[::-1], self._group.states(request_id))",
     ),
     _bug(
-        12000,
+        12003,
         "a request begins on no states",
         "checkpoints",
         "Checkpoints.restore",
@@ -91,7 +91,7 @@ STATE_BUGS = (
         "b.slot.address",
     ),
     _bug(
-        12002,
+        12003,
         "a hit ends at the first checkpoint",
         "prefix",
         "PrefixCache._lookup_with_states",
@@ -99,7 +99,7 @@ STATE_BUGS = (
         "range(len(found))",
     ),
     _bug(
-        12002,
+        12005,
         "a hit takes up the states of its first checkpoint",
         "prefix",
         "PrefixCache._lookup_with_states",
@@ -115,7 +115,7 @@ STATE_BUGS = (
         "filed",
     ),
     _bug(
-        12000,
+        12004,
         "checkpoints are given up after all blocks",
         "prefix",
         "PrefixCache.evict",
@@ -123,7 +123,7 @@ STATE_BUGS = (
         "found is None",
     ),
     _bug(
-        12000,
+        12004,
         "checkpoints are given up before all blocks",
         "prefix",
         "PrefixCache.evict",
@@ -131,7 +131,7 @@ STATE_BUGS = (
         "True",
     ),
     _bug(
-        12002,
+        12004,
         "blocks that others follow go before checkpoints",
         "prefix",
         "PrefixCache._precedes",
@@ -147,7 +147,7 @@ STATE_BUGS = (
         "self.idle.kinds()",
     ),
     _bug(
-        12002,
+        12007,
         "a checkpoint that a start needs counts as room",
         "checkpoints",
         "Checkpoints.kinds",
@@ -163,7 +163,7 @@ STATE_BUGS = (
         "iter(self._found.values())",
     ),
     _bug(
-        12000,
+        12003,
         "the hold of a start never ends",
         "checkpoints",
         "Checkpoints.restore",
@@ -171,7 +171,7 @@ STATE_BUGS = (
         "self.held.pop(request_id)",
     ),
     _bug(
-        12010,
+        12008,
         "all checkpoints behind a prompt are kept",
         "checkpoints",
         "Checkpoints._moves_along",
@@ -187,7 +187,7 @@ STATE_BUGS = (
         "num_tokens >= course.borders.last",
     ),
     _bug(
-        12002,
+        12007,
         "a checkpoint that is used again stays where it is in the order",
         "checkpoints",
         "Checkpoints.take",
@@ -251,7 +251,7 @@ STATE_BUGS = (
         "self.state_floors[-1] if self.state_floors else 0",
     ),
     _bug(
-        12000,
+        12004,
         "admission counts states as they begin",
         "demand",
         "Demand.slots",
@@ -259,7 +259,7 @@ STATE_BUGS = (
         "group.spec.slot_sizes(0)",
     ),
     _bug(
-        12000,
+        12002,
         "the reserve forgets states",
         "spec",
         "KVSpec.chains",
@@ -271,11 +271,11 @@ STATE_BUGS = (
         "states step down before blocks",
         "coldest",
         "Candidate.of",
-        "is_state(block), block.is_shared",
-        "False, block.is_shared",
+        "cls(rank, is_state(block), block.is_shared, order, newness, *where)",
+        "cls(rank, False, block.is_shared, order, newness, *where)",
     ),
     _bug(
-        12000,
+        12004,
         "the states of one layer step down first",
         "coldest",
         "Candidate.of",
@@ -299,7 +299,7 @@ STATE_BUGS = (
         "False",
     ),
     _bug(
-        12000,
+        12016,
         "bytes that nobody wrote are rewritten",
         "store",
         "BlockStore.demote",
@@ -323,7 +323,7 @@ STATE_BUGS = (
         "key in self.checkpoints",
     ),
     _bug(
-        12000,
+        12007,
         "states begin wide behind a narrow checkpoint",
         "checkpoints",
         "Checkpoints.begin",
@@ -339,7 +339,7 @@ STATE_BUGS = (
         "self.idle.coldest(number)",
     ),
     _bug(
-        12000,
+        12007,
         "a narrow checkpoint stays though wider states come",
         "checkpoints",
         "Checkpoints._has_as_wide",
@@ -347,7 +347,7 @@ STATE_BUGS = (
         "key in self._found",
     ),
     _bug(
-        12000,
+        12007,
         "a narrower checkpoint of the same tokens is lost",
         "checkpoints",
         "Checkpoints.take",
@@ -363,7 +363,7 @@ STATE_BUGS = (
         "False",
     ),
     _bug(
-        12000,
+        12004,
         "states are too new to step down",
         "group",
         "GroupTables.next_demotable_at",
@@ -371,7 +371,7 @@ STATE_BUGS = (
         "False",
     ),
     _bug(
-        12000,
+        12004,
         "a state is forgotten as settled",
         "group",
         "GroupTables._may_step_down",

@@ -191,6 +191,11 @@ class Options:
         return first, *self.more_groups
 
     @property
+    def chain_sizes(self) -> list[tuple[int, ...]]:
+        """Sizes of all that steps down, by group."""
+        return [sizes for group in self.groups for sizes, _ in group.chains]
+
+    @property
     def block_nbytes(self) -> int:
         """Bytes of the dense blocks that lie side by side: of the first group without a window, or of the first."""
         return next((group for group in self.groups if group.visible is None), self.groups[0]).sizes[0]
@@ -216,8 +221,7 @@ class Options:
     def slab_nbytes(self) -> int:
         """Half of the time whole blocks, else any size that blocks fill with no more bytes than they left."""
         rng, block, most = random.Random(self.seed), self.block_nbytes, self.most_slab_nbytes
-        chains = [sizes for group in self.groups for sizes, _ in group.chains]
-        firsts = [(*sizes, block)[1] for sizes in chains if sizes[0] == block]
+        firsts = [(*sizes, block)[1] for sizes in self.chain_sizes if sizes[0] == block]
         sizes = range(max(self._slab_sizes(), default=block), most + 1)
         fitting = [size for size in sizes if all(size // first * block >= size for first in firsts)]
         return most if rng.random() < 0.5 else rng.choice(fitting)
