@@ -143,9 +143,8 @@ class KVConfig:
             None for keys as the model has them.
         bases: file of the bases in which K and V are stored; None for channels as the model has them. Keys are divided
             by ``key_scale`` first.
-        state_dtype: how recurrent states of a hybrid are stored: "float32", or codes of "int16" or "int8"; several,
-            as in "float32,int16", for states that step down behind the blocks. None for these two if blocks step down
-            when memory runs short, else "float32".
+        state_dtype: how recurrent states of a hybrid are stored: "float32", or codes of "int16" or "int8"; or what they
+            step down behind the blocks, None for "float32,int16" if those do when memory runs short, else "float32".
     """
 
     name: str
@@ -190,14 +189,11 @@ class KVConfig:
     @property
     def states(self) -> tuple[str, ...]:
         """The formats that recurrent states step down, widest first."""
-        if self.state_dtype is None:
-            return STATE_DTYPES[: 1 + self.steps_down_late]
-        return tuple(self.state_dtype.split(","))
+        return STATE_DTYPES[: 1 + self.steps_down_late] if self.state_dtype is None else (*self.state_dtype.split(","),)
 
     def _check_states(self) -> None:
-        names = [None] if self.state_dtype is None else str(self.state_dtype).split(",")
-        in_order = [name for name in STATE_DTYPES if name in names]
-        if self.state_dtype is not None and names != in_order:
+        names = str("float32" if self.state_dtype is None else self.state_dtype).split(",")
+        if names != [name for name in STATE_DTYPES if name in names]:
             remedy = f"Use {', '.join(STATE_DTYPES)}, or several of them, widest first, as in float32,int16"
             raise ConfigError("unknown", field="state_dtype", value=self.state_dtype, remedy=remedy)
         if len(names) > 1 and not self.steps_down_late:

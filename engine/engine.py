@@ -50,8 +50,7 @@ class Engine(Closable):
 
     KV memory
         kv: preset, path of a plan file (a ``Path``, or a string that ends in .json), or ``KVConfig``; None for "auto".
-        state_dtype: of recurrent states of hybrids: "float32", "int16" or "int8", or several for states that step
-            down, such as "float32,int16"; None for what ``kv`` says.
+        state_dtype: of recurrent states of hybrids, such as "int16", or "float32,int16"; None for what ``kv`` says.
         kv_memory: bytes, a size such as "20GiB" or "4G", or a share of the memory that is free once the weights are
             loaded, such as 0.5 or "50%"; None for the default of docs/kv_cache.md.
         fit: a ``Fit``, which chooses ``weights``, ``kv``, ``kv_memory`` and ``max_model_len``; None for none.

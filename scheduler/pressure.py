@@ -124,7 +124,7 @@ class Pressure:
         if room < num_tokens and self._could_grow(request, spare):
             while room < num_tokens and self._relieve(request, self.space.shortage(request, num_tokens, spare)):
                 room = self.space.room_for(request, num_tokens, spare)
-        if not room and not runs and self.space.begin_narrower(request):
+        if room <= request.num_computed_tokens and not runs and self.space.begin_narrower(request):
             return self.stretch(request, num_tokens)
         return room if room and self._reserve(request, room) else 0
 

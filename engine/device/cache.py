@@ -115,7 +115,7 @@ class KVCache:
         for group in self.tables.groups:
             for number, count in group.num_blocks.items():
                 if number < 0 and group.spec.slot_of(number).is_state:
-                    found[group.spec.rung(number).name] += count
+                    found[group.spec.name_of(number)] += count
         return +found
 
     def note_peak(self) -> None:

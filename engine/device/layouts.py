@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
 from math import lcm
@@ -26,6 +26,7 @@ from ..errors import ConfigError
 from ..kv.spec import GroupSpec, KVSpec, RequestSlot, RungSize
 from ..layer_kv import WINDOW_BITS, LayerKV
 from ..window import RecentWindow
+from .state_slots import with_states
 
 if TYPE_CHECKING:
     import torch
@@ -159,9 +160,8 @@ class Ladder:
     """The rungs that blocks may step down, by their ``names``, and what they are in each group of layers.
 
     ``eager``: blocks step to the last rung as soon as they may; otherwise only when memory runs short. ``admit_at``:
-    the rung that admission counts with. ``states``: of layers that have one in place of KV, as they are stored, but for
-    the convolution's part in ``dtype``, the model's; each is a slot of a request, in the main group, and all are stored
-    in the same formats.
+    the rung that admission counts with. ``states``: of layers that have one in place of KV, in the same formats, but
+    for the convolution's part in ``dtype``, the model's; each is a slot of a request, in the main group.
     """
 
     name: str
@@ -263,40 +263,7 @@ def ladder_of_layers(
     admit_at = len(names) - 1 if config.admit_at is None else names.index(config.admit_at)
     widest, *narrower = (STATE_FORMATS[name] for name in config.states)
     stored = tuple(state._replace(format=widest, narrower=tuple(narrower)) for state in states)
-    return Ladder(config.name, names, _with_states(groups, stored, dtype), config.eager, admit_at, stored, dtype)
-
-
-def _with_states(
-    groups: tuple[LayerGroup, ...], states: Sequence[StateSpec], dtype: torch.dtype
-) -> tuple[LayerGroup, ...]:
-    """``groups`` with a slot of each of ``states`` in the main group."""
-    if not states:
-        return groups
-    main = next((number for number, group in enumerate(groups) if group.visible is None), 0)
-    group, num_first = groups[main], groups[main].spec.num_token_slots
-    slots = (*group.slots[:num_first], *(_state_slot(state, dtype) for state in states), *group.slots[num_first:])
-    changed = replace(group, slots=slots, state_floors=_state_floors(group, states[0]))
-    return (*groups[:main], changed, *groups[main + 1 :])
-
-
-def _state_slot(state: StateSpec, dtype: torch.dtype) -> RequestSlot:
-    """The slot of a state, whose rungs are its formats."""
-    forms = [(form.format, form.nbytes(dtype)) for form in state.forms]
-    rungs = tuple(RungSize(fmt.name, nbytes, fmt.bits, not fmt.has_scales) for fmt, nbytes in forms)
-    return RequestSlot("state", 0, rungs[0].nbytes, 0, is_state=True, rungs=rungs)
-
-
-def _state_floors(group: LayerGroup, state: StateSpec) -> tuple[int, ...]:
-    """For each rung of the ladder the narrowest format of a state with as many bits, if states step down.
-
-    The first on the first rung, and on the last rung the last.
-    """
-    last = len(state.narrower)
-    if not last:
-        return ()
-    bits = [group.rungs[own].bits for own in group.floors[1:-1]]
-    enough = (sum(form.format.bits >= least for form in state.forms) - 1 for least in bits)
-    return 0, *(max(0, number) for number in enough), last
+    return Ladder(config.name, names, with_states(groups, stored, dtype), config.eager, admit_at, stored, dtype)
 
 
 def group_layers(layers: Sequence[LayerKV]) -> list[tuple[int, ...]]:

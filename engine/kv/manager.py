@@ -63,7 +63,7 @@ class KVManager:
         return self.spec.has_states
 
     def rung_name(self, group: int, rung: int) -> str:
-        return self.spec.groups[group].rung(rung).name
+        return self.spec.groups[group].name_of(rung)
 
     def capacities_of(self, empty: BlockTables) -> tuple[int, ...]:
         """Tokens of one request that fits alone in its tenant's share of ``empty`` tables, by its floor."""
@@ -389,8 +389,6 @@ class KVManager:
         holds_any = self.spec.main.num_token_slots and any(table.slots for table in tables)
         lowest = min(bits, default=self.spec.main.widest.bits if holds_any else None)
         states = Counter(
-            group.spec.rung(state.rung).name
-            for group in self.tables.groups
-            for state in group.states(request.request_id)
+            group.spec.name_of(state.rung) for group in self.tables.groups for state in group.states(request.request_id)
         )
         return KVUsage(dict(blocks), lowest, request.cached_tokens, request.num_stored_tokens, dict(states))

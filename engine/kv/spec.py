@@ -105,6 +105,13 @@ class GroupSpec:
         slot, step = self.place(number)
         return self.slots[slot].rungs[step]
 
+    def name_of(self, rung: int) -> str:
+        """The name of a block's or a state's rung, or of a slot that has none."""
+        if rung >= 0:
+            return self.rungs[rung].name
+        slot, step = self.place(rung)
+        return self.slots[slot].rungs[step].name if self.slots[slot].rungs else self.slots[slot].name
+
     @cached_property
     def _places(self) -> tuple[tuple[int, int], ...]:
         """Of each rung below zero, from -1 on, the slot, and the steps below its widest rung."""

@@ -115,7 +115,7 @@ class BlockStore:
                 wave.append(Move.down(block, slot, rung))
             old = block.rung
             demotions = self.num_demotions if block.holders else self.num_idle_demotions
-            demotions[group.spec.rung(old).name, group.spec.rung(rung).name] += 1
+            demotions[group.spec.name_of(old), group.spec.name_of(rung)] += 1
             # The old slot stays allocated until the wave ends, so that nothing in the wave is written over it.
             self._owner.pop(block.slot)
             self._retiring.append(block.slot)

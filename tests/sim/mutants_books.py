@@ -198,8 +198,8 @@ BOOKS = (
         "a slot as large as a block is not counted",
         "table",
         "BlockTables._wanted",
-        "wanted[slot.nbytes] = wanted.get(slot.nbytes, 0) + 1",
-        "wanted[slot.nbytes] = max(wanted.get(slot.nbytes, 0), 1)",
+        "wanted[size] = wanted.get(size, 0) + 1",
+        "wanted[size] = max(wanted.get(size, 0), 1)",
     ),
     Patch(
         "room for a slot is not looked for",

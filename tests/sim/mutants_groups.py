@@ -120,7 +120,7 @@ GROUP_BUGS = (
         "slabs of dense blocks are not in the reserve",
         "reserve",
         "reserve_nbytes",
-        "{rungs[0] for rungs in groups} - {block_nbytes}",
+        "{rungs[0] for rungs in chains} - {block_nbytes}",
         "set[int]()",
     ),
     _bug(

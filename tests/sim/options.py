@@ -192,6 +192,11 @@ class Options:
         return first, *self.more_groups
 
     @property
+    def chain_sizes(self) -> list[tuple[int, ...]]:
+        """Sizes of all that steps down, by group."""
+        return [sizes for group in self.groups for sizes, _ in group.chains]
+
+    @property
     def block_nbytes(self) -> int:
         """Bytes of the dense blocks that lie side by side: of the first group without a window, or of the first."""
         return next((group for group in self.groups if group.visible is None), self.groups[0]).sizes[0]
@@ -217,8 +222,7 @@ class Options:
     def slab_nbytes(self) -> int:
         """Half of the time whole blocks, else any size that blocks fill with no more bytes than they left."""
         rng, block, most = random.Random(self.seed), self.block_nbytes, self.most_slab_nbytes
-        chains = [sizes for group in self.groups for sizes, _ in group.chains]
-        firsts = [(*sizes, block)[1] for sizes in chains if sizes[0] == block]
+        firsts = [(*sizes, block)[1] for sizes in self.chain_sizes if sizes[0] == block]
         sizes = range(max(self._slab_sizes(), default=block), most + 1)
         fitting = [size for size in sizes if all(size // first * block >= size for first in firsts)]
         return most if rng.random() < 0.5 else rng.choice(fitting)
@@ -260,10 +264,10 @@ class Options:
         return code.KVSpec("tiny", tuple(groups), self.eager, self.admit_at)
 
     def _state_rungs(self, code: ModuleType, state: int, index: int) -> tuple[Any, ...]:
-        """The rungs of a state that steps down, in the group with that index; else none."""
-        if index or state >= len(self.state_below):
+        """The rungs of a state, in the group with that index; other slots have none."""
+        if index or state >= self.num_states:
             return ()
-        sizes = enumerate((self.other_slots[state], *self.state_below[state]))
+        sizes = enumerate((self.other_slots[state], *(self.state_below[state] if self.state_below else ())))
         return tuple(code.RungSize(f"state{step}", size, 16.0 / 2**step) for step, size in sizes)
 
     @property

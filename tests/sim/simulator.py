@@ -87,8 +87,7 @@ class Simulation:
     def _new_tables(self) -> Any:
         options, code = self.options, self.code
         block, slab, chunk = options.block_nbytes, options.slab_nbytes, options.chunk_nbytes
-        chains = [sizes for group in options.groups for sizes, _ in group.chains]
-        reserve = code.reserve.reserve_nbytes(chains, block, slab)
+        reserve = code.reserve.reserve_nbytes(options.chain_sizes, block, slab)
         arena = code.Arena(options.nbytes, slab, reserve, block_nbytes=block, chunk_nbytes=chunk)
         return code.BlockTables(arena, options.spec(code.spec))
 
@@ -153,8 +152,7 @@ class Simulation:
         if self.disk is not None:
             bound = 8 * (bound + 8 * SLOW)
         if self.core.resizer.is_pending:  # cached blocks step down rung by rung, and are given up
-            rungs = max(len(sizes) for group in self.options.groups for sizes, _ in group.chains)
-            rungs *= max(1, self.options.num_states)
+            rungs = max(map(len, self.options.chain_sizes)) * max(1, self.options.num_states)
             bound += (rungs + 1) * len(self.space.cached.places()) + self.options.slabs
         while self.core.has_work:
             require(bound > 0, "requests do not finish")
