@@ -86,10 +86,13 @@ class HostTier:
         return copy.source is None and copy.command <= self.num_ended
 
     def touch(self, keys: Collection[bytes]) -> None:
-        """Notes that the pieces of these keys, in the order of their tokens, are used."""
+        """Notes that the pieces of these keys, in the order of their tokens, are used, and all before each of them."""
+        touched = set[bytes]()
         for key in reversed(list(keys)):
-            if key in self._pieces:
+            while key not in touched and (piece := self._pieces.get(key)) is not None:
                 self._pieces.move_to_end(key)
+                touched.add(key)
+                key = piece.parent
 
     # ---- copies
 
@@ -101,6 +104,9 @@ class HostTier:
         self._gone[block] = key, self.num_commands + 1
         piece = self._pieces.get(key)
         copy = None if piece is None or piece.tokens != tokens else piece.blocks[block.group]
+        if piece is not None and copy in self._writes and copy.rung != block.rung:
+            self._remove(piece, copy)  # it stepped down before it was written
+            copy = None
         if copy is None or copy.rung > block.rung:
             copy = self._keep(key, parent, tokens, block)
             if copy is None:
@@ -201,7 +207,7 @@ class HostTier:
             self._pieces[key] = HostPiece(key, parent, tokens, [None] * len(self.spec.groups))
         elif own.tokens != tokens:
             return None
-        self._use(key)
+        self.touch([key])
         found = HostPiece(key, parent, tokens, [None] * len(self.spec.groups))
         for group, rung in rungs.items():
             slot = self._allocate(self.spec.groups[group].nbytes(rung), key)
@@ -232,7 +238,7 @@ class HostTier:
             return is_asked and is_good
         if own is None:
             own = self._pieces[key] = HostPiece(key, coming.parent, coming.tokens, [None] * len(coming.blocks))
-        self._use(key)
+        self.touch([key])
         for copy in coming.held():
             before = own.blocks[copy.group]
             if before is not None and before.rung <= copy.rung:
@@ -280,7 +286,7 @@ class HostTier:
             piece = self._pieces[key] = HostPiece(key, parent, tokens, [None] * len(self.spec.groups))
         elif piece.tokens != tokens:
             return None
-        self._use(key)
+        self.touch([key])
         slot = self._allocate(block.slot.nbytes, key)
         if slot is not None:
             if (before := piece.blocks[block.group]) is not None:
@@ -295,12 +301,6 @@ class HostTier:
         if not any(piece.blocks):
             del self._pieces[key]
         return None
-
-    def _use(self, key: bytes) -> None:
-        """Moves a piece, then all before it, to the end of the order."""
-        while (piece := self._pieces.get(key)) is not None:
-            self._pieces.move_to_end(key)
-            key = piece.parent
 
     def _allocate(self, nbytes: int, key: bytes) -> Slot | None:
         """A slot, for which pieces are given up that were used before that of ``key``."""
