@@ -327,8 +327,9 @@ class Simulation:
             request = self.rng.choice(list(self.scheduler.running))
             blocks = [b for table in self.tables_of(request) for b in table.blocks if self.device.path(b)]
             if blocks:
-                bad.add(self.rng.choice(blocks))
-                self.model.spoil(bad)
+                block = self.rng.choice(blocks)
+                bad.add(block)
+                self.model.spoil({block})  # the others' slots may be others' by now
         return bad
 
     def about_to_emit(self, request: Request) -> None:
