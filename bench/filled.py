@@ -19,7 +19,6 @@ from qkv_engine.closable import Closable
 from qkv_engine.config import BLOCK_TOKENS
 from qkv_engine.device.cpu.threads import computing_with
 from qkv_engine.errors import QKVError
-from qkv_engine.kv.block import slot_rung
 from qkv_engine.kv.manager import KVManager
 from qkv_engine.serving.snapshot import take_snapshot
 from qkv_engine.serving.submission import Submission
@@ -89,7 +88,7 @@ class FilledManager(KVManager):
             for block in table.blocks[max(0, first) : last]:
                 self._write(block.slot)
             for block in () if start else table.slots:
-                if group.spec.slots[slot_rung(block.rung)].is_state:
+                if group.spec.slot_of(block.rung).is_state:
                     self._bytes(block.slot).zero_()
                 else:
                     self._write(block.slot)

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qkv_engine.config import BLOCK_TOKENS, KVConfig
+from qkv_engine.config import KVConfig
+from qkv_engine.device.layouts import Ladder
+from qkv_engine.device.per_token import per_token
 from qkv_engine.errors import CapacityError
-from qkv_engine.kv.slabs import capacity
+from qkv_engine.kv.slabs import make_tables
 from qkv_engine.presets import PRESETS
 from qkv_engine.sizes import format_size
 
@@ -27,9 +29,9 @@ if TYPE_CHECKING:
 class ParetoRow(RatedRow):
     """A rated row, and its KV memory with all blocks on the ladder's last rung.
 
-    ``capacity_tokens`` is the longest request that fits alone, at most the model's context where all layers have
-    windows; ``floor_bytes_per_token`` and ``floor_bits`` are bytes of a token and bits of a KV element, all metadata
-    counted, in a block there.
+    ``capacity_tokens`` is the longest request that fits alone; where all layers have windows, tokens of the requests of
+    the row's length that fit together. ``floor_bytes_per_token`` and ``floor_bits`` are bytes of a token and bits of a
+    KV element in a block there, all metadata counted. Layers with a window count by what they hold of such a request.
     """
 
     capacity_tokens: int | None = None
@@ -39,17 +41,29 @@ class ParetoRow(RatedRow):
 
 def with_capacity(row: RatedRow, kv: KVConfig, config: ModelConfig) -> ParetoRow:
     """``row`` with the capacity of the KV memory that its engine had; without one if it had none."""
-    ladder = make_ladder(kv, config, config.dtype)
+    ladder, length = make_ladder(kv, config, config.dtype), row.input_len + row.output_len
+    token = per_token(ladder, ladder.last, length)
     try:
-        num_tokens = capacity(ladder.spec, row.kv_bytes_total or 0, ladder.last, config.max_position_embeddings)
+        num_tokens = _capacity(ladder, row.kv_bytes_total or 0, length)
     except CapacityError:
         num_tokens = None
     return ParetoRow(
         **vars(row),
         capacity_tokens=num_tokens,
-        floor_bytes_per_token=round(ladder.block_nbytes(ladder.last) / BLOCK_TOKENS, 3),
-        floor_bits=round(ladder.effective_bits(ladder.last), 4),
+        floor_bytes_per_token=round(token.nbytes, 3),
+        floor_bits=round(token.bits, 4),
     )
+
+
+def _capacity(ladder: Ladder, nbytes: int, length: int) -> int:
+    """Tokens in ``nbytes``, all blocks on the last rung: of one request, or of those of ``length`` if all see windows.
+
+    Raises ``CapacityError`` if no block fits.
+    """
+    tables = make_tables(ladder.spec, nbytes)
+    if ladder.main.visible is None:
+        return tables.max_tokens(ladder.last)
+    return length * tables.max_requests(length, ladder.last)
 
 
 def best_rows(rows: Sequence[ParetoRow]) -> list[ParetoRow]:

@@ -11,6 +11,7 @@ import torch
 
 from qkv_engine.config import BLOCK_TOKENS, RungConfig
 from qkv_engine.device.layouts import SIDES
+from qkv_engine.device.per_token import per_token
 from qkv_engine.errors import CapacityError
 from qkv_engine.kernels.formats import PageShape, make_format
 from qkv_engine.kernels.formats.family import SideName
@@ -56,7 +57,8 @@ class LayerRow:
 class RungRow:
     """A rung of a plan: effective bits of a block, predicted loss in nats, tokens and requests that a cache holds.
 
-    None where it cannot be told: formats that were not profiled, no cache or context given.
+    Layers with a window count by what they hold of a request of the plan's context. None where something cannot be
+    told: formats that were not profiled, no cache or context given.
     """
 
     rung: str
@@ -107,7 +109,7 @@ def rung_rows(plan: KVPlan, memory: int | None = None) -> list[RungRow]:
     return [
         RungRow(
             name,
-            ladder.effective_bits(number),
+            per_token(ladder, number, plan.context).bits,
             _loss(ladder.stored(number), plan.profile),
             None if tables is None else tables.max_tokens(number, context=plan.profile.context),
             None if tables is None or context is None else tables.max_requests(context, number),

@@ -78,6 +78,7 @@ def sweep_table(rows: Sequence[SweepRow], ladders: Mapping[str, KVConfig] = PRES
         Column("codes", lambda row: size(row.kv_bytes_codes), spare=7),
         Column("meta", lambda row: size(row.kv_bytes_meta), spare=5),
         Column("dense", lambda row: size(row.kv_bytes_dense) if row.kv_bytes_codes else "", spare=6),
+        Column("states", lambda row: size(row.kv_bytes_state or None), spare=7),
         Column("bits", lambda row: number(row.effective_bits, 2), spare=17),
         Column("demotions", lambda row: number(row.demotions or None, 0), spare=11),
         Column("preemptions", lambda row: number(row.preemptions or None, 0), spare=12),

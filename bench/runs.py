@@ -156,5 +156,5 @@ def _summary(runs: Sequence[Run], seed: int) -> dict[str, Any]:
 
 def memory_values(stats: EngineStats, seed: int) -> dict[str, Any]:
     """``engine_values``, and the peak of KV memory in parts."""
-    parts = ("kv_bytes_peak", "kv_bytes_codes", "kv_bytes_meta", "kv_bytes_dense")
+    parts = ("kv_bytes_peak", "kv_bytes_codes", "kv_bytes_meta", "kv_bytes_dense", "kv_bytes_state")
     return engine_values(stats, seed) | {name: getattr(stats, name) for name in parts}

@@ -30,6 +30,7 @@ def nbytes_for(config: ModelConfig, num_requests: int, num_tokens: int) -> int:
     block = spec.main.widest.nbytes
     # Without slabs each request takes as many bytes.
     one = sum(sum(group.split(num_tokens, 0)) * group.widest.nbytes for group in spec.groups)
+    one += sum(slot.nbytes for group in spec.groups for slot in group.slots)
     blocks = max(-(-num_requests * one // block), -(-least_nbytes(spec) // block))
     while make_tables(spec, blocks * block).max_requests(num_tokens, 0) < num_requests:
         blocks += 1

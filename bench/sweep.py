@@ -116,6 +116,7 @@ class SweepRow(Provenance):
     kv_bytes_codes: int | None = None
     kv_bytes_meta: int | None = None
     kv_bytes_dense: int | None = None
+    kv_bytes_state: int | None = None
     kv_bytes_read: int | None = None
     weight_bytes: int | None = None
     of_limit: float | None = None

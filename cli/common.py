@@ -111,7 +111,10 @@ def add_model_arguments(
 
 def add_state_argument(group: argparse._ArgumentGroup) -> None:
     """``--state-dtype``, of models that keep states."""
-    help = f"how recurrent states of a hybrid are stored: {', '.join(STATE_DTYPES)} (default: float32)"
+    help = (
+        f"how recurrent states of a hybrid are stored: {', '.join(STATE_DTYPES)}, or several of them for states that "
+        "step down when memory runs short, widest first (default: float32,int16 where blocks do so, else float32)"
+    )
     group.add_argument("--state-dtype", metavar="NAME", help=help)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import platform
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -51,9 +52,12 @@ kv:
 rungs, from the widest to the floor:
   k, v                  formats of keys and values, by layers
   block                 bytes of a block of 128 tokens in all layers
-  code bits             per KV element, mean of the layers; shared codes count
-                        once
+  bytes per token       of the whole context, of which a layer with a window
+                        holds its window alone
+  code bits             per KV element of those bytes; shared codes count once
   bits                  the same with all metadata counted
+  states, state bytes   format of a request's states there and their bytes, of
+                        models with such layers
   capacity tokens       of one request whose blocks all stand on the rung
   capacity requests     of the whole context together, if layers have windows
                         or states
@@ -136,7 +140,7 @@ def _capacity(args: argparse.Namespace) -> dict[str, Any]:
         "reserve_bytes": reserve,
         "host_memory_bytes": host,
         **_slots(ladder),
-        "rungs": _rungs(ladder, capacities, None if host is None else host // num_ranks),
+        "rungs": _rungs(ladder, capacities, context, None if host is None else host // num_ranks),
     }
     if len(ladder.groups) > 1 or ladder.main.visible is not None:
         kv["groups"] = _groups(ladder)
@@ -218,27 +222,40 @@ def _slots(ladder: Ladder) -> dict[str, int]:
     return found
 
 
-def _rungs(ladder: Ladder, capacities: Sequence[dict[str, int]], host: int | None) -> list[dict[str, Any]]:
-    """A row for each rung; ``host``: bytes of host memory of a rank."""
+def _rungs(
+    ladder: Ladder, capacities: Sequence[dict[str, int]], context: int, host: int | None
+) -> list[dict[str, Any]]:
+    """A row for each rung, in requests of ``context`` tokens; ``host``: bytes of host memory of a rank."""
+    from qkv_engine.device.per_token import per_token
+
     rows = []
     for number, (name, capacity) in enumerate(zip(ladder.names, capacities, strict=True)):
-        found = ladder.at(number)
-        formats = ladder.stored(number)
-        code_nbytes = sum(rung.codes_nbytes + rung.dense_nbytes for rung in found)
+        formats, token = ladder.stored(number), per_token(ladder, number, context)
         rows.append(
             {
                 "rung": name,
                 "k": by_layers(formats.formats("k", len(ladder.places))),
                 "v": by_layers(formats.formats("v", len(ladder.places))),
                 "block_bytes": ladder.block_nbytes(number),
-                "bytes_per_token": sum(rung.token_nbytes for rung in found),
-                "code_bits": 8 * code_nbytes / sum(rung.num_elements for rung in found),
-                "effective_bits": ladder.effective_bits(number),
+                "bytes_per_token": round(token.nbytes, 1),
+                "code_bits": token.code_bits,
+                "effective_bits": token.bits,
+                **_states(ladder, number),
                 **capacity,
                 **({} if host is None else {"host_tokens": host // ladder.block_nbytes(number) * BLOCK_TOKENS}),
             }
         )
     return rows
+
+
+def _states(ladder: Ladder, number: int) -> dict[str, Any]:
+    """The format and the bytes of a request's states on a rung, if it has some."""
+    spec = ladder.main.spec
+    step = spec.state_floors[number] if spec.state_floors else 0
+    forms = [state.forms[step] for state in ladder.states]
+    if not forms:
+        return {}
+    return {"states": forms[0].format.name, "state_bytes": sum(form.nbytes(ladder.dtype) for form in forms)}
 
 
 def _groups(ladder: Ladder) -> list[dict[str, Any]]:
@@ -268,21 +285,19 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def by_layers(names: Sequence[str]) -> str:
-    """The formats of all layers, equal neighbours together: "layers 0-6: int4-token-128, layer 7: dense16".
+    """The formats of all layers, those alike together: "layers 0-2, 4-6: int4-token-128, layers 3, 7: dense16".
 
     Two formats by turns are one entry: "layers 3-7: int1-token-64-subordinate, int1-token-64 by turns".
     """
-    parts, first = [], 0
+    layers, first = defaultdict[str, list[int]](list), 0
     while first < len(names):
         alike, turns = _repeats(names, first, 1), _repeats(names, first, 2)
-        if alike == 1 and turns > 2:
-            parts.append(f"layers {first}-{first + turns - 1}: {names[first]}, {names[first + 1]} by turns")
-            first += turns
-        else:
-            layers = f"layers {first}-{first + alike - 1}" if alike > 1 else f"layer {first}"
-            parts.append(f"{layers}: {names[first]}")
-            first += alike
-    return ", ".join(parts)
+        by_turns = alike == 1 and turns > 2
+        number = turns if by_turns else alike
+        name = f"{names[first]}, {names[first + 1]} by turns" if by_turns else names[first]
+        layers[name] += range(first, first + number)
+        first += number
+    return ", ".join(f"layer{'s' if len(found) > 1 else ''} {_ranges(found)}: {name}" for name, found in layers.items())
 
 
 def _repeats(names: Sequence[str], first: int, period: int) -> int:

@@ -34,7 +34,8 @@ the error names the smallest changes with which something does.
   KV            a ladder, and the rung of its blocks; of one that steps down
                 under pressure the widest on which the requests fit
   left          of the memory, beside weights and KV
-  bits          of a weight; KV bits of a KV element in a block on the rung
+  bits          of a weight; KV bits of a KV element in a block on the rung, of
+                which a layer with a window holds its window alone
   a step reads  weights and KV in a decode step at the end of the context
   tok/s         of such steps at full bandwidth, where that was measured;
                 otherwise speed, relative to the first row

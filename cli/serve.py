@@ -47,7 +47,12 @@ def _add_batching(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("batching").add_argument
     add("--max-num-seqs", type=int, metavar="N", help="completions that run at once (default: 256)")
     add("--max-num-batched-tokens", type=int, metavar="N", help="tokens of one step (default: 2048)")
-    add("--kv-quota", type=float, metavar="SHARE", help="share of KV memory that each tenant may use, in (0, 1]")
+    add(
+        "--kv-quota",
+        type=float,
+        metavar="SHARE",
+        help="share of each tenant in KV memory, host memory and store",
+    )
     add("--shape", metavar="NAME", help="random weights of a known shape instead of MODEL, to measure a server with")
     add(
         "--replicas",

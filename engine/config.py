@@ -143,7 +143,8 @@ class KVConfig:
             None for keys as the model has them.
         bases: file of the bases in which K and V are stored; None for channels as the model has them. Keys are divided
             by ``key_scale`` first.
-        state_dtype: how recurrent states of a hybrid are stored: "float32", or codes of "int16" or "int8".
+        state_dtype: how recurrent states of a hybrid are stored: "float32", or codes of "int16" or "int8"; or what they
+            step down behind the blocks, None for "float32,int16" if those do when memory runs short, else "float32".
     """
 
     name: str
@@ -157,7 +158,7 @@ class KVConfig:
     model: ModelFingerprint | None = None
     key_scale: tuple[tuple[tuple[float, ...], ...], ...] | None = None
     bases: BasesFile | None = None
-    state_dtype: str = STATE_DTYPES[0]
+    state_dtype: str | None = None
 
     def __post_init__(self) -> None:
         _check_name("name", self.name)
@@ -174,13 +175,31 @@ class KVConfig:
         if self.bases is not None and not isinstance(self.bases, BasesFile):
             remedy = "Give None, or BasesFile(path, digest)"
             raise ConfigError("not a file of bases", field="bases", value=self.bases, remedy=remedy)
-        if self.state_dtype not in STATE_DTYPES:
-            remedy = f"Use {', '.join(STATE_DTYPES)}"
-            raise ConfigError("unknown", field="state_dtype", value=self.state_dtype, remedy=remedy)
+        self._check_states()
         names = [rung.name for rung in self.rungs]
         if self.admit_at is not None and (not isinstance(self.admit_at, str) or self.admit_at not in names):
             remedy = f"Choose from {', '.join(names)}, or None for the last rung"
             raise ConfigError("no rung of this ladder", field="admit_at", value=self.admit_at, remedy=remedy)
+
+    @property
+    def steps_down_late(self) -> bool:
+        """Whether blocks step down when memory runs short."""
+        return len(self.rungs) > 1 and not self.eager
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The formats that recurrent states step down, widest first."""
+        return STATE_DTYPES[: 1 + self.steps_down_late] if self.state_dtype is None else (*self.state_dtype.split(","),)
+
+    def _check_states(self) -> None:
+        names = str("float32" if self.state_dtype is None else self.state_dtype).split(",")
+        if names != [name for name in STATE_DTYPES if name in names]:
+            remedy = f"Use {', '.join(STATE_DTYPES)}, or several of them, widest first, as in float32,int16"
+            raise ConfigError("unknown", field="state_dtype", value=self.state_dtype, remedy=remedy)
+        if len(names) > 1 and not self.steps_down_late:
+            message = f"states step down behind blocks, and those of {self.name} do not when memory runs short"
+            remedy = f"Name one format, such as {names[-1]}, or use a ladder such as auto"
+            raise ConfigError(message, field="state_dtype", value=self.state_dtype, remedy=remedy)
 
     @property
     def window(self) -> RecentWindow:

@@ -74,7 +74,7 @@ def open_disk(config: EngineConfig, namespace: Namespace, host: HostMemory) -> H
     parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(parent).free
     nbytes = parse_size(size, field=SIZE_OPTION, free=max(1, free))
-    return HostDisk(KVStore(folder, nbytes, namespace), host)
+    return HostDisk(KVStore(folder, nbytes, namespace, quota=config.kv_quota), host)
 
 
 def describe(config: EngineConfig, disk: HostDisk) -> str:

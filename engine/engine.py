@@ -50,7 +50,7 @@ class Engine(Closable):
 
     KV memory
         kv: preset, path of a plan file (a ``Path``, or a string that ends in .json), or ``KVConfig``; None for "auto".
-        state_dtype: of recurrent states of hybrids: "float32", "int16" or "int8"; None for what ``kv`` says.
+        state_dtype: of recurrent states of hybrids, such as "int16", or "float32,int16"; None for what ``kv`` says.
         kv_memory: bytes, a size such as "20GiB" or "4G", or a share of the memory that is free once the weights are
             loaded, such as 0.5 or "50%"; None for the default of docs/kv_cache.md.
         fit: a ``Fit``, which chooses ``weights``, ``kv``, ``kv_memory`` and ``max_model_len``; None for none.
@@ -60,7 +60,7 @@ class Engine(Closable):
             much as KV memory then, at most 4 GiB and a quarter of what is free.
         kv_store_size: the most that its files may take: bytes, a size, or a share of the disk's free room; None for
             "20GiB".
-        kv_quota: share of KV memory that each tenant may use, in (0, 1]; None for no quotas.
+        kv_quota: share of KV memory, host memory and store that each tenant may use, in (0, 1]; None for no quotas.
         prefix_caching: keep full blocks for later requests that begin with the same tokens.
         resizable: let ``resize`` change KV memory of a GPU, by cuda-bindings; that of a CPU always can.
 

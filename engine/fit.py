@@ -19,9 +19,10 @@ import torch
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.loader import is_unpacked, num_parameters, resolve_dtype, weights_nbytes
 
-from .config import STATE_DTYPES, WEIGHTS, EngineConfig, Fit, KVConfig
+from .config import WEIGHTS, EngineConfig, Fit, KVConfig
 from .device.layouts import Ladder
 from .device.memory import check_free, default_memory, free_memory
+from .device.per_token import per_token
 from .errors import CapacityError, ConfigError
 from .kv.demand import Demand, Share
 from .kv.slabs import make_tables
@@ -52,7 +53,7 @@ class FitTask:
     context: int
     requests: int
     num_ranks: int = 1
-    state_dtype: str = STATE_DTYPES[0]
+    state_dtype: str | None = None
 
     @classmethod
     def of(
@@ -166,7 +167,7 @@ def _row(task: FitTask, name: str | None, weights: int, kv: KVConfig, ladder: La
         left_bytes=task.nbytes - weights - kv_bytes,
         step_bytes=weights + kv_bytes,
         weights_bits=round(8 * weights * task.num_ranks / num_parameters(task.model), 3),
-        kv_bits=round(ladder.effective_bits(at), 3),
+        kv_bits=round(per_token(ladder, at, task.context).bits, 3),
         weights_loss=lost,
         kv_loss=kv_lost,
         loss=None if lost is None or kv_lost is None else lost + kv_lost,
@@ -246,5 +247,5 @@ def _request_nbytes(spec: KVSpec, context: int, rung: int) -> int:
     for group in spec.groups:
         dense, narrow = group.split(context, group.floors[rung])
         total += dense * group.widest.nbytes + narrow * group.rungs[group.floors[rung]].nbytes
-        total += sum(slot.nbytes for slot in group.slots)
+        total += sum(group.slot_sizes(rung))
     return total

@@ -1,4 +1,4 @@
-"""The KV of a model's layers: KV heads, their size, and the window of tokens that a token sees. No torch."""
+"""The KV of a model's layers: KV heads, their size, the window of tokens that a token sees; and states. No torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from qkv_engine.models.config import ModelConfig
 
 
+WINDOW_BITS = 8  # the fewest of a rung on which blocks of layers with a window stand by default
 MAX_GROUPS = 2  # of layers with equal KV; each more multiplies the steps that are captured
 
 
@@ -17,6 +18,20 @@ class LayerKV(NamedTuple):
     num_kv_heads: int
     head_dim: int
     window: int | None = None
+
+    def least_bits(self, bits: int) -> int:
+        """The fewest bits of codes on a ladder that allows ``bits``, and has no narrow rungs for windows."""
+        return bits if self.window is None else max(bits, WINDOW_BITS)
+
+
+class LayerState(NamedTuple):
+    """The heads and sizes of the state that a layer without KV keeps, as ``StateSpec`` of ``kernels.delta_net``."""
+
+    num_k_heads: int
+    num_v_heads: int
+    k_dim: int
+    v_dim: int
+    conv_width: int
 
 
 def kv_of_layers(model: ModelConfig, max_model_len: int | None = None) -> list[LayerKV]:

@@ -72,7 +72,7 @@ def rank_ladder(
     that does not fit the model, and ``ModelError`` as ``check_groups``.
     """
     check_groups(model, max_model_len)
-    if kv.state_dtype != STATE_DTYPES[0] and not model.states:
+    if kv.state_dtype not in (None, STATE_DTYPES[0]) and not model.states:
         remedy = "Leave state_dtype out"
         raise ConfigError("the model keeps no states", field="state_dtype", value=kv.state_dtype, remedy=remedy)
     share = model.share(num_ranks)

@@ -31,9 +31,9 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
             that see the most.
         num_checkpoints: copies of states that requests left for later ones; of models with such layers.
         num_checkpoint_hits: requests that began on one.
-        num_demotions: blocks of requests that stepped down a rung.
-        demotions: the same by step, such as {"int8->int4": 3}.
-        num_idle_demotions: blocks of the prefix cache alone that stepped down a rung.
+        num_demotions: blocks, and states, of requests that stepped down a rung.
+        demotions: the same by step, such as {"int8->int4": 3, "float32->int16": 48}.
+        num_idle_demotions: blocks, and copies of states, of the prefix cache alone that stepped down a rung.
         idle_demotions: the same by step.
 
     KV memory
@@ -46,9 +46,13 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
         kv_bytes_codes, kv_bytes_meta, kv_bytes_dense: parts of the peak: low-precision codes, their metadata with all
             padding, and 16- or 32-bit elements.
         kv_bytes_state: the rest of the peak, states of layers without KV.
-        kv_rungs: bits a KV element of each rung, all metadata counted, widest first.
+        kv_rungs: bits a KV element of each rung, all metadata counted, widest first; layers with a window count by
+            what they hold of a request of ``max_model_len`` tokens.
         kv_blocks: live blocks by rung.
+        kv_states: live states, and copies of some, by format; of models with such layers.
         kv_group_blocks: the same for each group of layers, in the order of ``qkv-engine env``, if there are two.
+        kv_group_bytes: of these blocks, by group.
+        kv_group_windows: tokens that a token sees in each group, None for all.
         kv_tokens_capacity, kv_tokens_floor: tokens of one request that fits alone on the first rung, and on the last.
         effective_bits: bits a KV element, all metadata counted, when the most was held; those of the first rung if
             nothing was.
@@ -111,7 +115,10 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     kv_bytes_state: int = 0
     kv_rungs: dict[str, float]
     kv_blocks: dict[str, int]
+    kv_states: dict[str, int] = {}
     kv_group_blocks: tuple[dict[str, int], ...] = ()
+    kv_group_bytes: tuple[int, ...] = ()
+    kv_group_windows: tuple[int | None, ...] = ()
     kv_tokens_capacity: int
     kv_tokens_floor: int
     effective_bits: float

@@ -226,12 +226,14 @@ class KVUsage(msgspec.Struct, frozen=True):
         cached_tokens: number of tokens found in the prefix cache by their rung then, such as {"dense16": 32, "int4":
             512}; where layers have different windows, in those that see the most.
         stored_tokens: number of tokens that were read from the KV store for it.
+        states: number of states by final format, such as {"float32": 40, "int16": 8}; of models with such layers.
     """
 
     blocks: dict[str, int] = {}
     lowest_bits: float | None = None
     cached_tokens: dict[str, int] = {}
     stored_tokens: int = 0
+    states: dict[str, int] = {}
 
 
 class RequestOutput(msgspec.Struct, kw_only=True, gc=False):

@@ -110,8 +110,10 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
         is_free = disk is None or disk.settle()
         tier = HostTier(ladder.spec, host_nbytes, cache.arena.slab_nbytes) if host_nbytes and is_free else None
         hints = make_hints(cache.tables, tier, config.kv_quota)
-        prefix = PrefixCache(cache.tables, name_of_keys, tier, disk, hints=hints) if config.prefix_caching else None
-        return KVManager(cache.tables, prefix, config.kv_quota, deterministic=config.deterministic)
+        quota = config.kv_quota
+        given = cache.tables, name_of_keys, tier, disk
+        prefix = PrefixCache(*given, hints=hints, quota=quota) if config.prefix_caching else None
+        return KVManager(cache.tables, prefix, quota, deterministic=config.deterministic)
 
     name = "demo" if config.model is None else model_name
     scheduler = Scheduler(
@@ -210,7 +212,7 @@ def most_nbytes(ladder: Ladder, num_requests: int, num_tokens: int, chunk_tokens
             blocks = min(blocks, group.spec.most_visible + -(-chunk_tokens // BLOCK_TOKENS))
         # One block more each: the scheduler admits a request only with one to spare for every running one. Beyond their
         # blocks: the reserve, at most two slabs, and what a slab of each kind of slot leaves free.
-        sizes = {slot.nbytes for slot in group.slots}
+        sizes = {size for slot in group.slots for size in slot.sizes}
         spare = MAX_SLAB_BLOCKS * (2 * (len(group.rungs) > 1) + len(sizes))
         number += (num_requests * (blocks + 1) + spare) * group.widest.block_nbytes
         number += num_requests * sum(slot.nbytes for slot in group.slots)

@@ -4,9 +4,9 @@ from qkv_engine import Engine
 
 with Engine(kv="auto", kv_memory="8MiB", max_model_len=2048) as engine:
     limits = {
-        "as far as it must": engine.params(max_tokens=600, ignore_eos=True),
-        "to 8 bits": engine.params(max_tokens=600, ignore_eos=True, kv_floor="int8"),
-        "not at all": engine.params(max_tokens=600, ignore_eos=True, kv_pinned=True),
+        "as far as it must": engine.params(max_tokens=500, ignore_eos=True),
+        "to 8 bits": engine.params(max_tokens=500, ignore_eos=True, kv_floor="int8"),
+        "not at all": engine.params(max_tokens=500, ignore_eos=True, kv_pinned=True),
     }
     questions = [[{"role": "user", "content": f"What is {n}*86?"}] for n in (45, 46, 47)]
     for output, name in zip(engine.chat(questions, list(limits.values())), limits, strict=True):

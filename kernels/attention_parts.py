@@ -46,23 +46,24 @@ def merge_parts(out: Tensor, lse: Tensor) -> Tensor:
 
 
 def merge_steadily(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """``merge_parts``, and the log-sum-exp of all, with the same bits whatever lies beside and however many parts lack.
+    """``merge_parts`` with the same bits whatever lies beside and however many parts lack, and the weights' sum.
 
-    Torch's softmax and sum over the first dimension treat whole vectors of elements otherwise than a remainder.
+    The log-sum-exp of all is the sum's logarithm and the largest of ``lse``. Torch's softmax and sum over the first
+    dimension treat whole vectors of elements otherwise than a remainder.
     """
-    peak = lse.amax(0)
-    weights = (lse - peak).exp_()
+    weights = (lse - lse.amax(0)).exp_()
     out, total = _tree_sum(out * weights.unsqueeze(-1)), _tree_sum(weights)
-    return out / total.unsqueeze(-1), total.log() + peak
+    return out.div_(total.unsqueeze(-1)), total
 
 
 def _tree_sum(x: Tensor) -> Tensor:
     """The sum over the first dimension of ``x``, which it overwrites: of neighbours, then of neighbouring sums."""
-    while len(x) > 1:
+    while len(x) > 2:
         sums, others = x[::2], x[1::2]
-        sums[: len(others)] += others
+        sums[: len(others)].add_(others)
         x = sums
-    return x[0]
+    first, *rest = x.unbind()
+    return first.add_(rest[0]) if rest else first
 
 
 def join_null_logits(out: Tensor, lse: Tensor, null_logits: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .attention import Attention, AttentionBatch
-from .config import SLIDING, ModelConfig, read_biases, read_layer_types, read_multiplier
+from .config import SLIDING, ModelConfig, read_biases, read_full_every, read_multiplier, read_window_pattern
 from .fields import Fields
 from .layers import Layer
 from .llama import MLP, LlamaForCausalLM, make_norm
@@ -16,8 +16,7 @@ from .rope import NO_ROTATION, RopeConfig, Rotation
 def read_cohere2(fields: Fields) -> ModelConfig:
     """Cohere 2: three of four layers have a window, and rotate in pairs of neighbours."""
     fields = fields.given(sliding_window=4096, tie_word_embeddings=True, logit_scale=0.0625, layer_norm_eps=1e-5)
-    pattern = fields.integer("sliding_window_pattern", 1, 2**20, default=4)
-    kinds = read_layer_types(fields, lambda layer: (layer + 1) % pattern)
+    kinds = read_full_every(fields, read_window_pattern(fields, default=4))
     rope, has_window = RopeConfig.from_hf(fields, is_interleaved=True), fields.get("sliding_window") is not None
     return ModelConfig.read(
         fields,

@@ -212,6 +212,16 @@ def read_layer_types(fields: Fields, is_sliding: Callable[[int], object]) -> tup
     return tuple(kinds)
 
 
+def read_full_every(fields: Fields, period: int) -> tuple[str, ...]:
+    """The same; by default all layers have a window but each ``period``-th."""
+    return read_layer_types(fields, lambda layer: (layer + 1) % period)
+
+
+def read_window_pattern(fields: Fields, default: int) -> int:
+    """``sliding_window_pattern``, the period of layers without a window."""
+    return fields.integer("sliding_window_pattern", 1, 2**20, default=default)
+
+
 def read_head_dim(fields: Fields) -> int:
     """Channels of a head."""
     num_heads, hidden_size = (fields.integer(name, 1, _MAX_WIDTH) for name in ("num_attention_heads", "hidden_size"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .config import SLIDING, ModelConfig, read_layer_types
+from .config import SLIDING, ModelConfig, read_full_every, read_window_pattern
 from .decoder_layers import PostNormLayer
 from .fields import Fields
 from .llama import LlamaForCausalLM
@@ -15,8 +15,8 @@ def read_exaone4(fields: Fields) -> ModelConfig:
     rope, has_window = RopeConfig.from_hf(fields), fields.get("sliding_window") is not None
     pattern = 1
     if has_window and fields.get("layer_types") is None:
-        pattern = fields.integer("sliding_window_pattern", 1, 2**20, default=4)
-    kinds = read_layer_types(fields, lambda layer: (layer + 1) % pattern)
+        pattern = read_window_pattern(fields, default=4)
+    kinds = read_full_every(fields, pattern)
     ropes = [rope if kind == SLIDING or not has_window else NO_ROTATION for kind in kinds]
     return ModelConfig.read(fields, layer_types=kinds, ropes=ropes, qk_norm=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .config import FULL, SLIDING, ModelConfig, read_biases, read_layer_types, read_softcap
+from .config import FULL, SLIDING, ModelConfig, read_biases, read_full_every, read_softcap, read_window_pattern
 from .decoder_layers import SandwichLayer
 from .fields import Fields
 from .llama import LlamaForCausalLM
@@ -29,7 +29,7 @@ def read_gemma2(fields: Fields) -> ModelConfig:
         final_logit_softcapping=30.0,
         **_DEFAULTS,
     )
-    kinds = read_layer_types(fields, lambda layer: (layer + 1) % 2)
+    kinds = read_full_every(fields, 2)
     return _read(fields, layer_types=kinds, softcap=read_softcap(fields, "attn_logit_softcapping"))
 
 
@@ -37,8 +37,7 @@ def read_gemma3(fields: Fields) -> ModelConfig:
     """Gemma 3: five of six layers have a window and a base of their own; a norm over each head of q and k."""
     fields = fields.given(vocab_size=262_208, max_position_embeddings=131_072, **_DEFAULTS)
     fields = fields.given(rope_theta=1_000_000.0, rope_local_base_freq=10_000.0)
-    pattern = fields.integer("sliding_window_pattern", 1, 2**20, default=6)
-    kinds = read_layer_types(fields, lambda layer: (layer + 1) % pattern)
+    kinds = read_full_every(fields, read_window_pattern(fields, default=6))
     ropes = read_ropes(fields, {FULL: fields.get("rope_theta"), SLIDING: fields.get("rope_local_base_freq")})
     return _read(
         fields,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .attention import AttentionBatch
 from .attention_spec import AttentionSpec
-from .config import FULL, SLIDING, ModelConfig, read_biases, read_layer_types, read_softcap
+from .config import FULL, SLIDING, ModelConfig, read_biases, read_full_every, read_softcap
 from .fields import Fields
 from .layers import CheckpointRows, Embedding, Layer, Linear, Norm, RMSNorm, RowParallelLinear
 from .llama import MLP, LlamaForCausalLM, LlamaModel, make_norm
@@ -61,7 +61,7 @@ def read_gemma4(fields: Fields) -> ModelConfig:
     for name in ("enable_moe_block", "use_bidirectional_attention"):
         if fields.get(name) not in (None, False, "vision"):  # vision tokens see later ones; there are none
             raise fields.error(name, "is not supported")
-    kinds = read_layer_types(fields, lambda layer: (layer + 1) % 6)
+    kinds = read_full_every(fields, 6)
     kinds = (*kinds[:-1], FULL)
     ropes = read_ropes(fields, {FULL: 1_000_000.0, SLIDING: 10_000.0})
     num_readers = fields.integer("num_kv_shared_layers", 0, len(kinds) - 1, default=0)

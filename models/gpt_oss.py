@@ -11,7 +11,7 @@ from torch import Tensor
 from qkv_engine.kernels.moe import SwiGLU
 
 from .attention import Attention, AttentionBatch
-from .config import ModelConfig, read_layer_types
+from .config import ModelConfig, read_full_every
 from .fields import Fields
 from .layers import CheckpointRows, empty_weight
 from .llama import DecoderLayer, LlamaForCausalLM
@@ -40,7 +40,7 @@ def read_gpt_oss(fields: Fields) -> ModelConfig:
     limit = fields.number("swiglu_limit", 1e-3, 1e6, default=7.0)
     config = MoeConfig.read(
         fields,
-        layer_types=read_layer_types(fields, lambda layer: (layer + 1) % 2),
+        layer_types=read_full_every(fields, 2),
         attention_bias=bias,
         attention_output_bias=bias,
         **read_moe(fields),

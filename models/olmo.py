@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .attention import Attention, AttentionBatch
-from .config import FULL, SLIDING, ModelConfig, read_biases, read_layer_types
+from .config import FULL, SLIDING, ModelConfig, read_biases, read_full_every
 from .decoder_layers import PostNormLayer
 from .fields import Fields
 from .layers import CheckpointRows, Norm, kept
@@ -26,7 +26,7 @@ def read_olmo2(fields: Fields) -> ModelConfig:
 def read_olmo3(fields: Fields) -> ModelConfig:
     """OLMo 3: three of four layers have a window, the others the scaled rotation."""
     fields = fields.given(rms_norm_eps=1e-5, sliding_window=4096, rope_theta=500_000.0)
-    kinds = read_layer_types(fields, lambda layer: (layer + 1) % 4)
+    kinds = read_full_every(fields, 4)
     ropes = read_ropes(fields, dict.fromkeys((FULL, SLIDING), fields.get("rope_theta")))
     return ModelConfig.read(
         fields,

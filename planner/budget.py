@@ -12,11 +12,11 @@ from fractions import Fraction
 import torch
 
 from qkv_engine.config import BLOCK_TOKENS, KVConfig
-from qkv_engine.device.layouts import SLOT_ALIGN, WINDOW_BITS, Ladder, ladder_of_layers
+from qkv_engine.device.layouts import SLOT_ALIGN, Ladder, ladder_of_layers
 from qkv_engine.errors import CapacityError, ConfigError
 from qkv_engine.fingerprint import ModelFingerprint
+from qkv_engine.kernels.delta_net import StateSpec
 from qkv_engine.kv.slabs import make_tables
-from qkv_engine.layer_kv import LayerKV
 from qkv_engine.sizes import MAX_SIZE, least_size, parse_size
 
 from .allocate import Choice, allocate
@@ -36,8 +36,8 @@ class Budget:
     """Memory for requests of ``context`` tokens: ``bits`` an element of each, or ``nbytes`` for ``requests`` at once.
 
     The elements are K and V of the tokens that the request's last one sees, layer by layer. A request's sink, recent
-    window and open block are at 16 bits, its other blocks on the floor. One of ``bits`` and ``nbytes`` is None. Raises
-    ``ConfigError`` for a value out of range.
+    window and open block are at 16 bits, its other blocks on the floor. States of layers without KV count in
+    ``nbytes``, and have no ``bits``. One of the two is None. Raises ``ConfigError`` for a value out of range.
     """
 
     context: int
@@ -66,11 +66,13 @@ class Budget:
             raise ConfigError("neither bits nor a size", field="budget", value=text, remedy=_REMEDY)
         return cls(context, requests, nbytes=parse_size(text, field="budget", free=MAX_SIZE))
 
-    def shares(self, ladder: Ladder) -> list[Fraction]:
+    def shares(self, kv: KVConfig, model: ModelFingerprint) -> list[Fraction]:
         """For each layer the number of a request's blocks on the floor, in parts of the most of any layer.
 
-        Raises ``ConfigError`` if no block of a request ever leaves the recent window.
+        They follow from the windows of ``kv`` and of ``model`` alone, whatever the rungs. Raises ``ConfigError`` if no
+        block of a request ever leaves the recent window.
         """
+        ladder = ladder_of(kv, model)
         narrow = [narrow for _, narrow in self._splits(ladder)]
         most = max(narrow)
         if not most:
@@ -131,7 +133,8 @@ class Budget:
     def _dense_nbytes(self, ladder: Ladder) -> int:
         splits = zip(ladder.groups, self._splits(ladder), strict=True)
         blocks = sum(number * group.widest.block_nbytes for group, (number, _) in splits)
-        return blocks + sum(slot.nbytes for group in ladder.groups for slot in group.slots)
+        slots = [slot for group in ladder.groups for slot in group.slots]
+        return blocks + sum(slot.nbytes for slot in slots if self.nbytes is not None or not slot.is_state)
 
     def _num_elements(self, ladder: Ladder) -> int:
         return sum(
@@ -148,13 +151,8 @@ def check_least_bits(bits: int) -> None:
 
 
 def ladder_of(kv: KVConfig, model: ModelFingerprint) -> Ladder:
-    """The ladder of ``kv`` for a model of this shape; the model's dtype changes no bytes of a plan."""
-    return ladder_of_layers(kv, model.kv_of_layers, torch.bfloat16)
-
-
-def least_bits(layer: LayerKV, bits: int) -> int:
-    """The fewest bits of codes in a plan whose settings allow ``bits``: blocks of windows take no rungs below 8."""
-    return bits if layer.window is None else max(bits, WINDOW_BITS)
+    """The ladder of ``kv`` for a model of this shape; the model's dtype changes no bytes of a plan's blocks."""
+    return ladder_of_layers(kv, model.kv_of_layers, torch.bfloat16, [StateSpec(*state) for state in model.states])
 
 
 def solve(
@@ -162,27 +160,22 @@ def solve(
     text: str,
     items: Sequence[Sequence[Choice]],
     make: Callable[[Floor, int], KVConfig],
-    num_rungs: int,
+    numbers: Sequence[int],
+    shares: Sequence[Fraction],
     model: ModelFingerprint,
 ) -> KVConfig:
-    """The ladder of at most ``num_rungs`` rungs that ``make`` builds on the floor of least cost within ``budget``.
+    """The ladder that ``make`` builds on the floor of least cost within ``budget``.
 
-    ``items`` are equally many of each layer, in order. ``text`` is the budget as its user wrote it. Raises
-    ``CapacityError``, naming the smallest budget that has a floor, if this one has none, and ``ConfigError`` if an item
-    has no choice.
+    ``items`` are equally many of each layer, in order, and count by their layer's ``shares``. ``numbers`` of rungs are
+    tried in turn, until one leaves room for the narrowest floor: each rung may cost a slab. ``text`` is the budget as
+    its user wrote it. Raises ``CapacityError``, naming the smallest budget that has a floor, if this one has none, and
+    ``ConfigError`` if an item has no choice.
     """
-
-    def ladder_on(floor: Floor) -> Ladder:
-        return ladder_of(make(floor, num_rungs), model)
-
-    def holds(floor: Floor) -> bool:
-        return budget.holds(ladder_on(floor))
-
     if not all(items):
         remedy = "Profile the model again with qkv-engine plan and this --method"
         raise ConfigError("no format in it fits the model's heads and least_bits", field="profile", remedy=remedy)
-    shares = budget.shares(ladder_on([choices[0] for choices in items]))
-    weighed = [_weighed(choices, shares[item * len(shares) // len(items)]) for item, choices in enumerate(items)]
+    shares_of_items = [share for share in shares for _ in range(len(items) // len(shares))]
+    weighed = [[weigh(each, share) for each in of] for of, share in zip(items, shares_of_items, strict=True)]
 
     def floor_in(nbytes: int) -> Floor | None:
         picked = allocate(weighed, nbytes)
@@ -193,15 +186,22 @@ def solve(
     fewest = sum(min(choice.nbytes for choice in choices) for choices in weighed)
     narrowest = floor_in(fewest)
     assert narrowest is not None, "every item has a choice of its fewest bytes"
-    least = ladder_on(narrowest)
-    room = budget.room(least)
-    if not budget.holds(least):
+    for number in numbers:
+        least = ladder_of(make(narrowest, number), model)
+        if budget.holds(least):
+            break
+    else:
         remedy = f"Give at least {budget.least(least)}"
         raise CapacityError("no plan is as small", field="budget", value=text, remedy=remedy)
+
+    def holds(floor: Floor) -> bool:
+        return budget.holds(ladder_of(make(floor, number), model))
+
+    room = budget.room(least)
     floor = floor_in(room) or narrowest
     if not holds(floor):
         floor = _widest_held(floor_in, holds, fewest, room) or narrowest
-    return make(floor, num_rungs)
+    return make(floor, number)
 
 
 def _widest_held(
@@ -223,6 +223,6 @@ def _widest_held(
     return floor
 
 
-def _weighed(choices: Sequence[Choice], share: Fraction) -> list[Choice]:
-    """``choices`` of a layer with ``share`` of its bytes: few sizes with a large divisor, so that tables stay small."""
-    return [choice._replace(nbytes=math.ceil(choice.nbytes * share / SLOT_ALIGN) * SLOT_ALIGN) for choice in choices]
+def weigh(choice: Choice, share: Fraction) -> Choice:
+    """``choice`` with ``share`` of its bytes: few sizes with a large divisor, so that tables stay small."""
+    return choice._replace(nbytes=math.ceil(choice.nbytes * share / SLOT_ALIGN) * SLOT_ALIGN)

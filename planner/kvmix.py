@@ -15,6 +15,7 @@ import msgspec
 from qkv_engine.config import DENSE16, KVConfig, RungConfig
 from qkv_engine.errors import ConfigError
 from qkv_engine.fingerprint import ModelFingerprint
+from qkv_engine.layer_kv import WINDOW_BITS
 
 from .profile import LayerScores, Profile
 
@@ -63,13 +64,25 @@ class KVmix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return max(math.floor(Fraction(str(self.share)) * num_layers), int(self.share > 0))
 
     def solve(self, profile: Profile, model: ModelFingerprint) -> KVConfig:
-        """The ladder that follows from the scores of ``profile``."""
-        return self.ladder("plan", profile.scores)
+        """The ladder that follows from the scores of ``profile``.
 
-    def ladder(self, name: str, scores: LayerScores) -> KVConfig:
-        """The eager ladder called ``name`` that ``scores`` lead to: K in groups of tokens, V in groups of channels."""
-        k = tuple(f"int{bits}-channel-{self.group}" for bits in self._widths(scores.k, self.k_bits, "k"))
-        v = tuple(f"int{bits}-token-{self.group}" for bits in self._widths(scores.v, self.v_bits, "v"))
+        Raises ``ConfigError`` if no layer's blocks take so few bits, since all have windows.
+        """
+        layers = enumerate(model.kv_of_layers)
+        narrow = [layer for layer, kv in layers if kv.least_bits(self.low_bits) == self.low_bits]
+        if not narrow:
+            message = f"all layers have windows, whose blocks keep {WINDOW_BITS} bits"
+            raise ConfigError(message, field="low_bits", value=self.low_bits, remedy="Serve the model without a plan")
+        return self.ladder("plan", profile.scores, narrow)
+
+    def ladder(self, name: str, scores: LayerScores, narrow: Sequence[int] | None = None) -> KVConfig:
+        """The eager ladder called ``name`` that ``scores`` lead to: K in groups of tokens, V in groups of channels.
+
+        ``narrow``: the layers among which those with more bits are chosen; None for all.
+        """
+        among = range(len(scores.k)) if narrow is None else narrow
+        k = tuple(f"int{bits}-channel-{self.group}" for bits in self._widths(scores.k, self.k_bits, "k", among))
+        v = tuple(f"int{bits}-token-{self.group}" for bits in self._widths(scores.v, self.v_bits, "v", among))
         return self._ladder(name, (DENSE16, RungConfig("kvmix", k, v)))
 
     def _ladder(self, name: str, rungs: tuple[RungConfig, ...]) -> KVConfig:
@@ -77,13 +90,13 @@ class KVmix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             name=name, rungs=rungs, sink=self.sink, recent=self.recent, recent_ratio=self.recent_ratio, eager=True
         )
 
-    def _widths(self, scores: Sequence[float], high: int, side: str) -> list[int]:
-        chosen = self._choose(scores, side)
+    def _widths(self, scores: Sequence[float], high: int, side: str, among: Sequence[int]) -> list[int]:
+        chosen = self._choose(scores, side, among)
         return [high if layer in chosen else self.low_bits for layer in range(len(scores))]
 
-    def _choose(self, scores: Sequence[float], side: str) -> set[int]:
-        """The layers with the highest scores, of equal ones the first; or as many at random."""
-        layers, number = range(len(scores)), self.num_chosen(len(scores))
+    def _choose(self, scores: Sequence[float], side: str, layers: Sequence[int]) -> set[int]:
+        """Those of ``layers`` with the highest scores, of equal ones the first; or as many at random."""
+        number = self.num_chosen(len(layers))
         if self.random_seed is not None:
             return set(random.Random(f"{self.random_seed} {side}").sample(layers, number))
         return set(sorted(layers, key=lambda layer: -scores[layer])[:number])

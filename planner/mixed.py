@@ -7,17 +7,19 @@ and each may only have formats from which the rung below can be reached.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 
 import msgspec
 import torch
 
 from qkv_engine.config import DENSE16, KVConfig, RungConfig
+from qkv_engine.device.layouts import SIDES
 from qkv_engine.errors import ConfigError
 from qkv_engine.fingerprint import ModelFingerprint
 from qkv_engine.kernels.formats import Side, check_step, make_format
 
 from .allocate import Choice, allocate
-from .budget import Budget, check_least_bits, least_bits, solve
+from .budget import Budget, check_least_bits, solve, weigh
 from .profile import Profile
 from .sensitivity import DENSE, Candidates
 
@@ -56,13 +58,18 @@ class Mixed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         layers = zip(model.kv_of_layers, Candidates.of_layers(model.kv_of_layers, torch.bfloat16), strict=True)
         for layer, (kv, candidates) in enumerate(layers):
             for costs, each in ((profile.sensitivities.k, candidates.k), (profile.sensitivities.v, candidates.v)):
-                items.append(self._choices(costs, each, layer, least_bits(kv, self.least_bits)))
+                items.append(self._choices(costs, each, layer, kv.least_bits(self.least_bits)))
                 sides.append(each)
 
-        def make(floor: Sequence[Choice], number: int) -> KVConfig:
-            return self._ladder(nested(floor, items, sides, number))
+        budget = self.parsed()
+        shares = budget.shares(self._ladder(()), model)
+        shares_of_sides = [share for share in shares for _ in SIDES]
 
-        return solve(self.parsed(), self.budget, items, make, LEAST_RUNGS if self.eager else self.rungs, model)
+        def make(floor: Sequence[Choice], number: int) -> KVConfig:
+            return self._ladder(nested(floor, items, sides, shares_of_sides, number))
+
+        numbers = range(LEAST_RUNGS if self.eager else self.rungs, LEAST_RUNGS - 1, -1)
+        return solve(budget, self.budget, items, make, numbers, shares, model)
 
     def _choices(
         self, costs: Mapping[str, Sequence[float]], sides: Mapping[str, Side], layer: int, least_bits: int
@@ -87,15 +94,21 @@ class Mixed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def nested(
-    floor: Sequence[Choice], items: Sequence[Sequence[Choice]], sides: Sequence[Mapping[str, Side]], number: int
+    floor: Sequence[Choice],
+    items: Sequence[Sequence[Choice]],
+    sides: Sequence[Mapping[str, Side]],
+    shares: Sequence[Fraction],
+    number: int,
 ) -> list[list[Choice]]:
     """At most ``number`` - 1 levels, widest first and ``floor`` last; no item grows from one level to the next.
 
-    Every step is possible for a block (``check_step``). ``sides``: the formats of each item by name.
+    Every step is possible for a block (``check_step``). ``sides``: the formats of each item by name;  ``shares``: by
+    which the bytes of each item count.
     """
-    found = [list(floor)]
-    dense = sum(of[DENSE].nbytes for of in sides)
-    least = sum(choice.nbytes for choice in floor)
+    items = [[weigh(choice, share) for choice in choices] for choices, share in zip(items, shares, strict=True)]
+    found = [[weigh(choice, share) for choice, share in zip(floor, shares, strict=True)]]
+    widest = [weigh(Choice(DENSE, of[DENSE].nbytes, 0.0), share) for of, share in zip(sides, shares, strict=True)]
+    dense, least = (sum(choice.nbytes for choice in level) for level in (widest, found[0]))
     if least == dense:
         return []
     for step in range(number - 2, 0, -1):

@@ -58,6 +58,11 @@ class KVPlan(Strict, frozen=True, kw_only=True):
         """The name of the method that made the ladder."""
         return str(type(self.settings).__struct_config__.tag)
 
+    @property
+    def context(self) -> int:
+        """Tokens of a request of its budget; those that the model was made for where it has none."""
+        return self.profile.context if isinstance(self.settings, KVmix) else self.settings.context
+
     def config(self, name: str) -> KVConfig:
         """The ladder, called ``name``, bound to the plan's model."""
         return self.ladder.config(name, self.model, self.profile.key_scale)

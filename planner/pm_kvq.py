@@ -16,7 +16,7 @@ from qkv_engine.errors import ConfigError
 from qkv_engine.fingerprint import ModelFingerprint
 
 from .allocate import Choice
-from .budget import Budget, check_least_bits, least_bits, solve
+from .budget import Budget, check_least_bits, solve
 from .profile import Profile
 from .sensitivity import DENSE, Candidates
 
@@ -58,7 +58,7 @@ class PMKVQ(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """The ladder of least predicted loss. Raises ``CapacityError``, naming the smallest budget that has one."""
         candidates = Candidates.of_layers(model.kv_of_layers, torch.bfloat16)
         items = [
-            self._choices(profile, each, layer, least_bits(kv, self.least_bits))
+            self._choices(profile, each, layer, kv.least_bits(self.least_bits))
             for layer, (kv, each) in enumerate(zip(model.kv_of_layers, candidates, strict=True))
         ]
 
@@ -66,7 +66,8 @@ class PMKVQ(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             """The ladder of some floors; ``WIDTHS`` fixes its rungs, whatever ``num_rungs`` is."""
             return progressive("plan", [int(floor.name) for floor in floors], self.sink, self.recent)
 
-        return solve(self.parsed(), self.budget, items, make, len(WIDTHS), model)
+        budget, dense = self.parsed(), KVConfig(name="plan", rungs=(DENSE16,), sink=self.sink, recent=self.recent)
+        return solve(budget, self.budget, items, make, (len(WIDTHS),), budget.shares(dense, model), model)
 
     def _choices(self, profile: Profile, candidates: Candidates, layer: int, least_bits: int) -> list[Choice]:
         """The widths that K and V of a layer may have, both the same."""

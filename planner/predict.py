@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from qkv_engine.config import RungConfig
 from qkv_engine.device.layouts import SIDES
+from qkv_engine.device.per_token import per_token
 from qkv_engine.errors import ConfigError
 from qkv_engine.presets import PRESETS
 
@@ -53,6 +54,7 @@ def as_good(plan: KVPlan) -> Iterator[tuple[str, float]]:
     kv = plan.config("plan")
     ladder = ladder_of(kv, plan.model)
     loss = predicted_loss(ladder.stored(ladder.last), plan.profile)
+    nbytes = per_token(ladder, ladder.last, plan.context).nbytes
     if loss is None:
         return
     for preset in PRESETS.values():
@@ -61,7 +63,7 @@ def as_good(plan: KVPlan) -> Iterator[tuple[str, float]]:
         except ConfigError:  # does not fit these heads
             continue
         theirs = predicted_loss(other.stored(other.last), plan.profile)
-        is_smaller = other.block_nbytes(other.last) <= ladder.block_nbytes(ladder.last)
+        is_smaller = per_token(other, other.last, plan.context).nbytes <= nbytes
         if is_smaller and theirs is not None and theirs <= AS_GOOD * loss:
             yield preset.name, theirs
 

@@ -14,7 +14,6 @@ import msgspec
 import torch
 
 from qkv_engine.config import BLOCK_TOKENS, DENSE16, KVConfig, RungConfig
-from qkv_engine.device.layouts import WINDOW_BITS
 from qkv_engine.errors import ConfigError
 from qkv_engine.fingerprint import ModelFingerprint
 from qkv_engine.kernels.formats import Format, PageShape, Side, make_format
@@ -22,12 +21,12 @@ from qkv_engine.kernels.formats.family import SideName
 from qkv_engine.kernels.formats.graded import ChannelRun, Graded
 from qkv_engine.kernels.formats.graded.layout import UNIT
 from qkv_engine.kernels.formats.uniform import Uniform
-from qkv_engine.layer_kv import LayerKV
+from qkv_engine.layer_kv import WINDOW_BITS, LayerKV
 from qkv_engine.models.bases import LayerBases
 
 from .allocate import Choice, efficient
 from .basis import GAIN, Basis, channel_energies, solve_basis
-from .budget import Budget, least_bits, solve
+from .budget import Budget, solve
 from .mixed import RECENT, SINK, can_step
 from .moments import SideMoments
 from .profile import Profile, Spectra
@@ -83,10 +82,15 @@ class Spectral(
             items += [choices(layer, "k", k), choices(layer, "v", v)]
 
         def make(floor: Sequence[Choice], number: int) -> KVConfig:
-            rungs = (DENSE16, *self._rungs(floor, layers))
-            return KVConfig(name="plan", rungs=rungs, sink=SINK, recent=RECENT, eager=self.eager)
+            return self._ladder(self._rungs(floor, layers))
 
-        return solve(self.parsed(), self.budget, items, make, len(WIDE) + 2, model)
+        budget = self.parsed()
+        shares = budget.shares(self._ladder(()), model)
+        return solve(budget, self.budget, items, make, (len(WIDE) + 2,), shares, model)
+
+    def _ladder(self, rungs: Sequence[RungConfig]) -> KVConfig:
+        """The ladder of ``rungs`` below the dense one."""
+        return KVConfig(name="plan", rungs=(DENSE16, *rungs), sink=SINK, recent=RECENT, eager=self.eager)
 
     def _rungs(self, floor: Sequence[Choice], layers: Sequence[LayerKV]) -> list[RungConfig]:
         """The rungs below the dense one: all channels at 8 bits, then at 4 where that leads on, then ``floor``."""
@@ -113,7 +117,7 @@ def choices(layer: LayerKV, side: SideName, energies: Sequence[float]) -> list[C
 
     Codes are nested from 8 bits, so a block gets to each of them. ``energies``: of runs of 16 channels.
     """
-    if least_bits(layer, 1) >= WINDOW_BITS:
+    if layer.least_bits(1) >= WINDOW_BITS:
         widths = [8] * len(energies)
         fmt = format_of(widths)
         return [Choice(fmt.name, _side(fmt, layer).nbytes, error(widths, energies))]

@@ -1,4 +1,4 @@
-"""Blocks that may step down, coldest first."""
+"""Blocks that may step down, coldest first, and states behind them."""
 
 from __future__ import annotations
 
@@ -19,20 +19,38 @@ class Candidate(NamedTuple):
     """A block that may step down; candidates sort in the order of stepping down, field by field."""
 
     rank: int  # of its request, 0 first; see ``Pressure._ranks``
+    is_state: bool
     shared: bool
-    rung: int
+    order: int  # the rung of a block; how far a state is above its floor, in negative numbers
     newness: int  # minus the age, so that the coldest come first
     arrival: int
     place: int  # among its request's unsettled blocks, which come group by group
+    rung: int
     block: BlockLike
     request: Request
+
+    @classmethod
+    def of(cls, rank: int, block: BlockLike, newness: int, place: int, request: Request) -> Candidate:
+        """The candidate that ``block`` of ``request`` is as it stands."""
+        order = block.rung - block.floor if is_state(block) else block.rung
+        where = request.arrival, place, block.rung, block, request
+        return cls(rank, is_state(block), block.is_shared, order, newness, *where)
+
+    def next(self) -> Candidate:
+        """The same a rung lower."""
+        return self._replace(rung=self.rung + 1, order=self.order + 1)
+
+
+def is_state(block: BlockLike) -> bool:
+    """Whether a block that may step down is a state, which its request has for life."""
+    return block.rung < 0
 
 
 class Coldest:
     """Blocks of running requests that may step down, coldest first; valid for one step, until a block changes hands.
 
     ``ranks``: the requests whose blocks may step down, each with its rank. Unshared blocks of the first rank go first;
-    while enough requests have such blocks, only the coldest block of each is looked at.
+    while enough requests have such blocks, only the coldest block of each is looked at. States go last of a rank.
     """
 
     def __init__(self, space: KVSpace, running: RequestQueue, ranks: Mapping[Request, int]):
@@ -57,7 +75,7 @@ class Coldest:
                 break
         for candidate in chosen:
             if candidate.rung + 1 < candidate.block.floor:
-                heappush(self._heap, candidate._replace(rung=candidate.rung + 1))
+                heappush(self._heap, candidate.next())
         return chosen
 
     def _heads(self) -> list[Candidate]:
@@ -67,7 +85,7 @@ class Coldest:
             found = self._space.coldest(request) if rank == first else None
             if found is not None:
                 block, age = found
-                heads.append(Candidate(rank, False, block.rung, -age, request.arrival, 0, block, request))
+                heads.append(Candidate.of(rank, block, -age, 0, request))
         return heads
 
     def _push_follower(self, candidate: Candidate) -> None:
@@ -77,9 +95,9 @@ class Coldest:
         request = candidate.request
         if request not in self._followers:
             own = [
-                candidate._replace(rung=block.rung, newness=-age, place=place, block=block)
+                Candidate.of(candidate.rank, block, -age, place, request)
                 for place, (block, age) in enumerate(self._space.unsettled(request))
-                if age >= 0 and not block.is_shared
+                if age >= 0 and not block.is_shared and not is_state(block)
             ]
             self._followers[request] = iter(sorted(own)[1:])
         follower = next(self._followers[request], None)
@@ -104,9 +122,7 @@ def eligible(
             rank = max(own_rank or 0, twin.rank if twin else 0)
             newness = NEVER if own_rank is None else -age
             if twin is None or newness > twin.newness:
-                found[id(block)] = Candidate(
-                    rank, block.is_shared, block.rung, newness, request.arrival, index, block, request
-                )
+                found[id(block)] = Candidate.of(rank, block, newness, index, request)
             elif rank > twin.rank:
                 found[id(block)] = twin._replace(rank=rank)
     return [c for c in found.values() if c.newness <= 0 or (even_recent and c.rung and c.newness < NEVER)]

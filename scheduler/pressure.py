@@ -1,6 +1,7 @@
 """Response to a shortage of KV memory, in this order: idle cached blocks step down one rung; where none can, one is
-given up; the coldest blocks of running requests step down one rung; no more requests are admitted; the last running
-request is preempted, by priority and arrival.
+given up; the coldest blocks of running requests step down one rung, then their states; a request starts on states that
+are narrower from the beginning; no more requests are admitted; the last running request is preempted, by priority and
+arrival.
 
 The first running request is never preempted. Every request fits alone on its floor, so it finishes, and so all do
 unless more urgent ones keep coming.
@@ -110,6 +111,7 @@ class Pressure:
         Leaves each other running request the block for its next token, which admission promised it. Nothing steps down
         unless ``request`` gets a block even with all blocks on their floors: those that begin a slab there may take the
         room that there was. For one that waits no idle block does, or is given up, unless it may start without any.
+        Where it may not it begins on states a rung lower, if it allows that.
         """
         if num_tokens == request.num_computed_tokens + 1 and self._reserve(request, num_tokens):
             return num_tokens
@@ -122,6 +124,8 @@ class Pressure:
         if room < num_tokens and self._could_grow(request, spare):
             while room < num_tokens and self._relieve(request, self.space.shortage(request, num_tokens, spare)):
                 room = self.space.room_for(request, num_tokens, spare)
+        if room <= request.num_computed_tokens and not runs and self.space.begin_narrower(request):
+            return self.stretch(request, num_tokens)
         return room if room and self._reserve(request, room) else 0
 
     def keep_state(self, request: Request) -> None:
@@ -336,12 +340,13 @@ class Pressure:
         return done
 
     def _explain(self, chosen: list[Candidate], before: int) -> None:
-        counts = Counter(
-            (c.request.request_id, c.block.group, c.rung, c.block.rung) for c in chosen if c.block.rung > c.rung
-        )
-        for (name, group, old, new), number in counts.items():
+        named = [(c, [self.space.rung_name(c.block.group, rung) for rung in (c.rung, c.block.rung)]) for c in chosen]
+        moved = [(c.request.request_id, c.is_state, *names) for c, names in named if c.block.rung > c.rung]
+        for (name, are_states, old, new), number in Counter(moved).items():
+            what = f"block{'s'[: number > 1]} ({number * self.space.block_tokens} tokens)"
+            what = f"state{'s'[: number > 1]}" if are_states else what
+            after = self.space.free_blocks()
             logger.info(
-                "%s: %d block%s (%d tokens) stepped down %s -> %s; free 16-bit blocks %d -> %d",
-                name, number, "" if number == 1 else "s", number * self.space.block_tokens,
-                self.space.rung_name(group, old), self.space.rung_name(group, new), before, self.space.free_blocks(),
+                "%s: %d %s stepped down %s -> %s; free 16-bit blocks %d -> %d",
+                name, number, what, old, new, before, after,
             )  # fmt: skip

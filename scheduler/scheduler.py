@@ -266,6 +266,8 @@ class Scheduler:
             self.space.release(request)
             self.pressure.left(request)
             return 0
+        if self.space.has_states:
+            self.pressure.joined(request)  # its states may step down for those behind it
         self.waiting.remove(request)
         request.status = RequestStatus.RUNNING
         if request.num_computed_tokens > request.num_cached_tokens:

@@ -125,6 +125,10 @@ class KVSpace(Protocol):
         """Reserves room for the first ``num_tokens`` tokens; ``False``, and no change, if there is none."""
         ...
 
+    def begin_narrower(self, request: Request) -> bool:
+        """Has the states of a request that is about to start begin a rung lower; ``False`` if it allows none."""
+        ...
+
     def trim(self, request: Request) -> None:
         """Gives back the blocks that no later token sees; due from ``next_passed_at`` computed tokens on."""
         ...
@@ -172,7 +176,10 @@ class KVSpace(Protocol):
         ...
 
     def unsettled(self, request: Request) -> Iterator[tuple[BlockLike, int]]:
-        """Blocks that may still step down, each with its age: tokens beyond the recent window, negative inside it."""
+        """Blocks that may still step down, each with its age: tokens beyond the recent window, negative inside it.
+
+        States, of rungs below zero, come last and are of all tokens.
+        """
         ...
 
     def coldest(self, request: Request) -> tuple[BlockLike, int] | None:

@@ -39,6 +39,7 @@ from .limits import Limits
 from .model_card import model_card
 from .openapi import openapi_route
 from .page import page_routes
+from .sessions import session_routes
 from .tools.choice import ToolUse
 from .tools.history import for_template
 
@@ -71,7 +72,8 @@ def make_app(
     limits = Limits() if limits is None else limits
     frontend = Frontend(engine, names, limits, num_tenants=keys.num_tenants, examples=examples)
     pages, hosts = page_routes() if page else [], Hosts(allow_hosts)
-    dialects = [*responses_routes(ResponseStore(frontend.limits.response_memory)), *messages_routes()]
+    responses = responses_routes(ResponseStore(frontend.limits.response_memory))
+    dialects = [*responses, *messages_routes(), *session_routes()]
     guarded = admin_routes(admin_key)  # by a key of their own
     routes = [*_ROUTES, *dialects, *guarded]
     routes = [*routes, openapi_route(routes), *pages]

@@ -104,6 +104,7 @@ class _EngineCollector(Collector):
             counter.add_metric([self._model], value)
             yield counter
         yield self._blocks(stats)
+        yield self._states(stats)
         yield self._hits(stats)
         yield self._demotions("kv_demotions", "blocks of requests that stepped down a rung", stats.demotions)
         yield self._demotions("kv_idle_demotions", "blocks of the prefix cache alone that did", stats.idle_demotions)
@@ -114,6 +115,12 @@ class _EngineCollector(Collector):
         for rung, number in stats.kv_blocks.items():
             blocks.add_metric([self._model, rung], number)
         return blocks
+
+    def _states(self, stats: EngineStats) -> Metric:
+        states = GaugeMetricFamily("qkv:kv_states", "live states by format", labels=["model_name", "format"])
+        for name, number in stats.kv_states.items():
+            states.add_metric([self._model, name], number)
+        return states
 
     def _hits(self, stats: EngineStats) -> Metric:
         meaning = "prompt tokens found in the prefix cache by rung"

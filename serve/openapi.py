@@ -18,6 +18,7 @@ from .admin import ResizeBody
 from .bodies import ChatBody, CompletionBody, DetokenizeBody, JsonObject, TokenizeBody
 from .dialects.messages_body import CountBody, MessagesBody
 from .dialects.responses_body import ResponsesBody
+from .sessions import SessionBody
 
 PATH = "/openapi.json"
 # The body of each path that takes one.
@@ -27,6 +28,7 @@ BODIES: Mapping[str, type[msgspec.Struct]] = {
     "/v1/responses": ResponsesBody,
     "/v1/messages": MessagesBody,
     "/v1/messages/count_tokens": CountBody,
+    "/v1/sessions/done": SessionBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
     "/admin/resize": ResizeBody,

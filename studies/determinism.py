@@ -1,7 +1,8 @@
 """What a deterministic engine costs: ``python -m studies.determinism --kv bf16,int8 --batch 1,64``.
 
-Two engines, one of them deterministic, read prompts and decode by turns. Prints the median time of each part and its
-ratio: on a GPU seconds on the wall, on a CPU those of the process, which other work on the machine changes less.
+Two engines, one of them deterministic, decode near ``--context`` tokens by turns of a few steps over filled KV memory,
+then read prompts by turns. Prints the median time of each and the median of a turn's ratios: on a GPU seconds on the
+wall, on a CPU those of the process, which other work on the machine changes less.
 """
 
 from __future__ import annotations
@@ -9,68 +10,98 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from qkv_engine import Engine, SamplingParams
+from qkv_engine.bench.filled import FilledEngine, spread_prompts
+from qkv_engine.config import BLOCK_TOKENS, EngineConfig
+from qkv_engine.presets import resolve_kv
 
-
-class Times(NamedTuple):
-    """Seconds of a step that decodes, and of all prompts together."""
-
-    step: float
-    prompts: float
+PROMPT_ROUNDS = 5
+Timed = Callable[[], object]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="demo", help='folder, Hub name, or with --random a shape such as "qwen3-8b"')
-    parser.add_argument("--random", action="store_true", help="random weights")
-    parser.add_argument("--kv", default="bf16", help="presets")
-    parser.add_argument("--kv-memory", default="1GiB")
-    parser.add_argument("--batch", default="1,64", help="requests at once")
-    parser.add_argument("--input-len", type=int, default=256)
-    parser.add_argument("--output-len", type=int, default=64)
-    parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--num-threads", type=int, default=1, help="of a CPU")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", default="demo", help='folder, Hub name, or with --random a shape such as "qwen3-8b"')
+    add("--random", action="store_true", help="random weights")
+    add("--kv", default="bf16", help="presets")
+    add("--kv-memory", default="1GiB")
+    add("--batch", default="1,64", help="requests at once")
+    add("--context", default="192,1024", help="tokens of a request, spread by a block")
+    add("--alike", action="store_true", help="requests of one length")
+    add("--turns", type=int, default=15)
+    add("--steps", type=int, default=4, help="of a turn")
+    add("--num-threads", type=int, default=1, help="of a CPU")
     args = parser.parse_args()
     options: dict[str, Any] = {"kv_memory": args.kv_memory, "num_threads": args.num_threads, "prefix_caching": False}
     if args.model != "demo":
         options |= {"model": args.model, "load_format": "random" if args.random else "auto"}
-    print(f"{'kv':<12} {'batch':>5} {'part':<8} {'as usual':>10} {'deterministic':>14} {'ratio':>6}")
+    print(f"{'kv':<12} {'batch':>5} {'context':>7} {'part':<8} {'as usual':>10} {'deterministic':>14} {'ratio':>6}")
     for kv in args.kv.split(","):
-        with Engine(kv=kv, **options) as usual, Engine(kv=kv, deterministic=True, **options) as steady:
-            for batch in map(int, args.batch.split(",")):
-                compare(kv, (usual, steady), batch, args)
+        for batch in map(int, args.batch.split(",")):
+            for context in map(int, args.context.split(",")):
+                compare_steps(kv, batch, context, args, options)
+                compare_prompts(kv, batch, context, options)
 
 
-def compare(kv: str, engines: tuple[Engine, Engine], batch: int, args: argparse.Namespace) -> None:
-    """Prints the medians of some turns; the first turn, in which kernels are compiled, is left out."""
-    found = list[tuple[Times, ...]]()
-    for turn in range(args.turns + 1):
-        found.append(tuple(measure(engine, batch, args, turn) for engine in engines))
-    for part, scale, unit in (("step", 1e3, "ms"), ("prompts", 1, "s")):
-        seconds = [median(getattr(times[i], part) for times in found[1:]) for i in range(2)]
-        ratio = median(getattr(times[1], part) / getattr(times[0], part) for times in found[1:])
-        shown = [f"{value * scale:.3f} {unit}" for value in seconds]
-        print(f"{kv:<12} {batch:>5} {part:<8} {shown[0]:>10} {shown[1]:>14} {ratio:>6.2f}", flush=True)
+def compare_steps(kv: str, batch: int, context: int, args: argparse.Namespace, options: dict[str, Any]) -> None:
+    """Prints times of steps; the first turn, in which kernels are compiled, is left out."""
+    num_steps = args.steps * (args.turns + 1)
+    longest = context + BLOCK_TOKENS + num_steps
+    with ExitStack() as closing:
+        timed = list[Timed]()
+        for is_steady in (False, True):
+            config = EngineConfig(
+                kv=resolve_kv(kv),
+                deterministic=is_steady,
+                max_model_len=longest + 1,
+                max_num_seqs=batch,
+                max_num_batched_tokens=max(2048, batch),
+                **options,
+            )
+            engine = closing.enter_context(FilledEngine(config))
+            lengths = [context] * batch if args.alike else spread_prompts(batch, context, longest)
+            engine.begin(lengths, longest)
+            timed.append(partial(engine.seconds_per_step, args.steps))
+        show(f"{kv:<12} {batch:>5} {context:>7} step    ", by_turns(timed, args.turns), 1e3 / args.steps, "ms")
 
 
-def measure(engine: Engine, batch: int, args: argparse.Namespace, seed: int) -> Times:
-    """Times of ``batch`` random prompts with one token of output each, and with more."""
-    rng = random.Random(seed)
-    prompts = [[rng.randrange(5, 1000) for _ in range(args.input_len)] for _ in range(batch)]
-    prefill, whole = (_seconds(engine, prompts, 1 + number) for number in (0, args.output_len))
-    return Times((whole - prefill) / args.output_len, prefill)
+def compare_prompts(kv: str, batch: int, context: int, options: dict[str, Any]) -> None:
+    """Prints times of ``batch`` random prompts with a token of output each."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(5, 1000) for _ in range(context)] for _ in range(batch)]
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    with Engine(kv=kv, **options) as usual, Engine(kv=kv, deterministic=True, **options) as steady:
+        timed: list[Timed] = [partial(engine.generate, prompts, params) for engine in (usual, steady)]
+        show(f"{kv:<12} {batch:>5} {context:>7} prompts ", by_turns(timed, PROMPT_ROUNDS), 1.0, "s")
 
 
-def _seconds(engine: Engine, prompts: list[list[int]], output_len: int) -> float:
+def by_turns(timed: list[Timed], turns: int) -> list[list[float]]:
+    """Seconds of each in each turn but the first."""
     clock = time.perf_counter if torch.cuda.is_available() else time.process_time
-    start = clock()
-    engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True))
-    return clock() - start
+    found = list[list[float]]()
+    for _ in range(turns + 1):
+        row = list[float]()
+        for each in timed:
+            start = clock()
+            each()
+            row.append(clock() - start)
+        found.append(row)
+    return found[1:]
+
+
+def show(head: str, turns: list[list[float]], scale: float, unit: str) -> None:
+    """Prints the medians of both engines, and of their ratios."""
+    usual, steady = (f"{median(row[number] for row in turns) * scale:.3f} {unit}" for number in range(2))
+    print(f"{head} {usual:>10} {steady:>14} {median(row[1] / row[0] for row in turns):>6.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -58,12 +58,18 @@ class Planner:
         kv = at_floor(replace(read_plan(path).config("plan"), name=name))
         return Contender(name, kv, method, profile)
 
-    def one_layers_keys(self) -> Contender:
-        """Four bits for the keys of the layer that matter most by the profile, two for all else: a plan by hand."""
+    def one_layers_keys(self) -> Contender | None:
+        """Four bits for the keys of the layer that matter most by the profile, two for all else: a plan by hand.
+
+        Layers with a window, whose blocks keep 8 bits, are not asked. None where all have one.
+        """
         path = self._file(OWN, "mixed", "3.25")
-        assert path is not None, "the planner has a plan of 3.25 bits"
-        keys = read_plan(path).profile.sensitivities.k["int2-channel-128"]
-        most = keys.index(max(keys))
+        if path is None:
+            return None
+        plan = read_plan(path)
+        keys = plan.profile.sensitivities.k["int2-channel-128"]
+        narrow = [layer for layer, kv in enumerate(plan.model.kv_of_layers) if kv.window is None]
+        most = max(narrow, key=lambda layer: keys[layer])
         k = tuple("int4-channel-128" if layer == most else "int2-channel-128" for layer in range(len(keys)))
         name = f"K of layer {most} at 4 bits, else 2"
         rungs = (DENSE16, RungConfig("by-hand", k, "int2-token-128"))

@@ -59,7 +59,7 @@ class Bench:
     def __init__(self, running: int, kv: str = "auto", *, nbytes: int = ROOMY, quota: float | None = None):
         ladder = make_ladder(PRESETS[kv], config_from_hf(SHAPES["demo"]), torch.bfloat16)
         tables = make_tables(ladder.spec, nbytes)
-        self.space = KVManager(tables, PrefixCache(tables, "demo"), quota)
+        self.space = KVManager(tables, PrefixCache(tables, "demo", quota=quota), quota)
         self.scheduler = Scheduler(self.space, max_num_seqs=running, max_num_batched_tokens=BUDGET)
         self._num_added = 0
 

@@ -5,6 +5,7 @@ One thread: on a busy machine OpenMP workers mostly wait for each other.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -32,6 +33,12 @@ LINES = pytest.StashKey[list[str]]()
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts long files that would come last first, so that no worker is left alone with one."""
     items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
+
+
+def pytest_collection_finish() -> None:
+    """Whole garbage collections, which engines and tests ask for, need not look at modules and collected tests."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -36,6 +36,18 @@ FEWER = {
 }
 
 
+# Together they run every command of the program, and the API; make test-full runs the blocks of the other pages.
+MAIN = {
+    *("README.md", "command_line.md", "python_api.md", "kv_cache.md", "kv_store.md", "determinism.md"),
+    *("reliability.md", "xquant.md"),
+}
+each_page_at_length = pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=() if page.name in MAIN else pytest.mark.slow) for page in PAGES],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+
+
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Each page has a folder of its own, and leaves the program's logging as it was."""
@@ -58,7 +70,7 @@ def test_blocks_name_their_language_and_why_they_are_not_run(page: Path):
         assert block.not_run is None or block.not_run.split(",")[0] in REASONS, block.not_run
 
 
-@each_page
+@each_page_at_length
 def test_commands_run(page: Path, capsys: pytest.CaptureFixture[str]):
     for block in _commands_to_run(page):
         printed = ""
@@ -71,12 +83,13 @@ def test_commands_run(page: Path, capsys: pytest.CaptureFixture[str]):
 
 
 def test_every_command_of_the_program_is_run():
-    lines = [words for page in PAGES for block in _commands_to_run(page) for words in block.commands()]
-    assert {words[1] for words in lines} == set(COMMANDS) - {"serve"}  # which tests/serve runs
-    assert len(lines) >= 20
+    lines = {page: [words for block in _commands_to_run(page) for words in block.commands()] for page in PAGES}
+    of_main = {words[1] for page in PAGES if page.name in MAIN for words in lines[page]}
+    assert of_main == set(COMMANDS) - {"serve"}  # which tests/serve runs
+    assert sum(map(len, lines.values())) >= 20
 
 
-@each_page
+@each_page_at_length
 def test_snippets_run(page: Path):
     """In order, with the names of those before; where a comment shows what is printed it is."""
     shown, expected = io.StringIO(), list[str]()

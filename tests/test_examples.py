@@ -49,6 +49,7 @@ def test_stream(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     assert printed.endswith("4042\n") and "\033[90m" in printed
 
 
+@pytest.mark.slow
 def test_precision(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run(monkeypatch, "precision.py")
     free, floored, pinned, stepped = capsys.readouterr().out.splitlines()
@@ -58,6 +59,7 @@ def test_precision(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert not stepped.startswith("0 ")
 
 
+@pytest.mark.slow
 def test_plan_and_ladder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = tmp_path / "plan.json"
     assert main(["plan", "--task", "addition:10", "--samples", "1", "--budget", "3bits", "-o", str(plan)]) == 0

@@ -15,14 +15,15 @@ from qkv_engine.serve import bodies
 from .doc_pages import ROOT
 from .sim.mutants import MUTANTS, QUICK
 from .sim.mutants_cases import BUGS
-from .sim.mutants_disk import DISK_BUGS, HINT_BUGS
+from .sim.mutants_disk import DISK_BUGS, DOUBT_BUGS, HINT_BUGS
 from .sim.mutants_groups import GROUP_BUGS
 from .sim.mutants_host import HOST_BUGS
 from .sim.mutants_resizes import RESIZE_BUGS
+from .sim.mutants_shares import SHARE_BUGS
 from .sim.mutants_shrinks import SHRINK_BUGS
 from .sim.mutants_states import STATE_BUGS
 
-TIER_BUGS = (*HOST_BUGS, *DISK_BUGS, *HINT_BUGS)
+TIER_BUGS = (*HOST_BUGS, *DISK_BUGS, *DOUBT_BUGS, *HINT_BUGS, *SHARE_BUGS)
 NUM_BUGS = len(BUGS) + len(GROUP_BUGS) + len(RESIZE_BUGS) + len(SHRINK_BUGS) + len(TIER_BUGS) + len(STATE_BUGS)
 STATED = {
     "docs/kv_cache.md": [

@@ -115,6 +115,7 @@ def test_dependencies_have_no_upper_bound_on_torch() -> None:
     assert "torch>=2.10" in PROJECT["dependencies"]
 
 
+@pytest.mark.slow
 def test_installed_wheel_answers(installed: Path) -> None:
     program = installed / "bin/qkv-engine"
     home = call(installed / "bin/python", "-c", "import qkv_engine; print(qkv_engine.__file__)", cwd=installed)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SPEED = "output tokens per second"
-CAPACITY = "capacity: tokens of one request, all blocks on the floor"
+CAPACITY = "capacity: tokens, all blocks on the floor"
 SIZE = (10.0, 5.4)  # inches; labels stay legible at the width of a README
 MARK = 3.6  # points from the middle of a mark to its edge
 NEAR = 9.0  # points from a mark to its label that need no line

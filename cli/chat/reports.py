@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from rich.text import Text
@@ -69,7 +69,7 @@ def print_stats(console: Console, stats: EngineStats) -> None:
 def print_kv(console: Console, stats: EngineStats, last: Turn | None) -> None:
     """How the KV memory is used, and by the chat's ``last`` turn."""
     floor = f", {stats.kv_tokens_floor:,} at its floor" if stats.kv_tokens_floor > stats.kv_tokens_capacity else ""
-    groups = {f"  of group {index}": _by_rung(blocks) for index, blocks in enumerate(stats.kv_group_blocks)}
+    groups = {f"  of group {index}": text for index, text in enumerate(_groups(stats))}
     rows = {
         "preset": stats.kv,
         "memory": f"{format_size(stats.kv_bytes_total)}, {stats.kv_tokens_capacity:,} tokens{floor}",
@@ -78,10 +78,14 @@ def print_kv(console: Console, stats: EngineStats, last: Turn | None) -> None:
         "reserve": format_size(stats.kv_bytes_reserve),
         "blocks": _by_rung(stats.kv_blocks),
         **groups,
+        **({"states": _by_rung(stats.kv_states)} if stats.kv_states else {}),
         "stepped down": _by_rung(stats.demotions),
         "  for reuse": _by_rung(stats.idle_demotions),
         "precision": f"{stats.effective_bits:.4g} bits an element, metadata counted",
     }
+    if stats.kv_bytes_state:
+        checkpoints = format_size(stats.kv_bytes_checkpoints)
+        rows["states"] = f"{format_size(stats.kv_bytes_state)} of the most so far; {checkpoints} in checkpoints now"
     if stats.host_bytes_total:
         used = f"{format_size(stats.host_bytes_used)} of {format_size(stats.host_bytes_total)}"
         rows["host memory"] = f"{used} in use, {stats.host_fetched_tokens:,} tokens came back"
@@ -95,6 +99,14 @@ def print_kv(console: Console, stats: EngineStats, last: Turn | None) -> None:
         context = f"{last.context_tokens:,} of {stats.max_model_len:,} tokens ({share:.0%} of the context)"
         rows["this chat"] = f"{format_size(last.kv_nbytes)}, {context}"
     _print_rows(console, [(name, Text(text)) for name, text in rows.items()])
+
+
+def _groups(stats: EngineStats) -> Iterator[str]:
+    """Blocks and bytes of each group of layers, and what its layers see."""
+    groups = zip(stats.kv_group_blocks, stats.kv_group_bytes, stats.kv_group_windows, strict=True)
+    for blocks, nbytes, window in groups:
+        seen = "all tokens" if window is None else f"the last {window:,} tokens"
+        yield f"{_by_rung(blocks)}; {format_size(nbytes)}, in layers that see {seen}"
 
 
 def _by_rung(blocks: Mapping[str, int]) -> str:

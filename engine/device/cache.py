@@ -10,7 +10,7 @@ import torch
 
 from ..errors import ConfigError
 from ..kv.arena import Arena
-from ..kv.block import Block, slot_rung
+from ..kv.block import Block
 from ..kv.moves import take_moves
 from ..kv.slabs import make_tables
 from ..sizes import format_size
@@ -109,6 +109,15 @@ class KVCache:
             for group, tables in zip(self.ladder.groups, self.tables.groups, strict=True)
         ]
 
+    def states_by_format(self) -> Counter[str]:
+        """Live states, and slots of checkpoints, by the name of their format."""
+        found: Counter[str] = Counter()
+        for group in self.tables.groups:
+            for number, count in group.num_blocks.items():
+                if number < 0 and group.spec.slot_of(number).is_state:
+                    found[group.spec.name_of(number)] += count
+        return +found
+
     def note_peak(self) -> None:
         """Remembers the bytes in use if they, or the KV elements they hold, are the most so far."""
         found = self.bytes_in_use()
@@ -144,9 +153,9 @@ class KVCache:
 def _count_bytes(found: Counter[str], group: LayerGroup, number: int, count: int) -> None:
     """Adds ``count`` blocks on a rung of ``group``, or slots of requests, to ``found``."""
     if number < 0:
-        slot = group.slots[slot_rung(number)]
+        slot = group.spec.slot_of(number)
         kind = "state" if slot.is_state else "dense" if slot.num_tokens else "meta"
-        found[kind] += count * slot.nbytes
+        found[kind] += count * group.spec.nbytes(number)
         found["elements"] += count * slot.num_elements
     else:
         rung = group.rungs[number]

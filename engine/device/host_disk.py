@@ -145,4 +145,4 @@ def _ordered(piece: HostPiece) -> Sequence[HostBlock]:
 
 
 def _named(piece: HostPiece) -> Piece:
-    return Piece(piece.key, piece.parent, piece.tokens)
+    return Piece(piece.key, piece.parent, piece.tokens, piece.tenant)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
 from math import lcm
@@ -24,14 +24,14 @@ from qkv_engine.kernels.formats.family import SideName
 from ..config import BLOCK_TOKENS, KVConfig, RungConfig
 from ..errors import ConfigError
 from ..kv.spec import GroupSpec, KVSpec, RequestSlot, RungSize
-from ..layer_kv import LayerKV
+from ..layer_kv import WINDOW_BITS, LayerKV
 from ..window import RecentWindow
+from .state_slots import with_states
 
 if TYPE_CHECKING:
     import torch
 
 SIDES: tuple[SideName, SideName] = ("k", "v")
-WINDOW_BITS = 8  # the fewest of a rung on which blocks of layers with a window stand by default
 SLOT_ALIGN = 128  # bytes: slots start on a cache line
 
 
@@ -112,6 +112,7 @@ class LayerGroup:
     ``layers`` of the model;  ``floors``: for each rung of the ladder the group's own one. At most one of the ``slots``
     holds tokens, and it comes first; states come next, a bank last. Blocks in the ``window`` of a request, its newest
     tokens, stay dense. ``visible``: tokens that a token sees, itself included; None for all before it.
+    ``state_floors``: for each rung of the ladder that of a state, of states that step down.
     """
 
     layers: tuple[int, ...]
@@ -120,6 +121,7 @@ class LayerGroup:
     slots: tuple[RequestSlot, ...]
     window: RecentWindow
     visible: int | None = None
+    state_floors: tuple[int, ...] = ()
 
     @property
     def widest(self) -> Rung:
@@ -149,6 +151,7 @@ class LayerGroup:
             has_bank=last.bank_nbytes > 0,
             num_windows=max(side.num_later for side in last.sides),
             align=lcm(SLOT_ALIGN, self.row_nbytes),  # all slots begin on a cache line, too
+            state_floors=self.state_floors,
         )
 
 
@@ -157,8 +160,8 @@ class Ladder:
     """The rungs that blocks may step down, by their ``names``, and what they are in each group of layers.
 
     ``eager``: blocks step to the last rung as soon as they may; otherwise only when memory runs short. ``admit_at``:
-    the rung that admission counts with. ``states``: of layers that have one in place of KV, as they are stored, but for
-    the convolution's part in ``dtype``, the model's; each is a slot of a request, in the main group.
+    the rung that admission counts with. ``states``: of layers that have one in place of KV, in the same formats, but
+    for the convolution's part in ``dtype``, the model's; each is a slot of a request, in the main group.
     """
 
     name: str
@@ -215,15 +218,16 @@ class Ladder:
         """Bytes of a block on the ladder's ``rung`` in all layers."""
         return sum(each.block_nbytes for each in self.at(rung))
 
-    def effective_bits(self, rung: int) -> float:
-        """Bits per KV element of all layers on the ladder's ``rung``, with every byte of the slots counted."""
-        return 8 * self.block_nbytes(rung) / sum(each.num_elements for each in self.at(rung))
-
     def stored(self, rung: int) -> RungConfig:
         """The formats of K and V in which each layer stores blocks on the ladder's ``rung``."""
         found = self.at(rung)
         k, v = zip(*(found[group].layers[index] for group, index in self.places), strict=True)
         return RungConfig(self.names[rung], *(tuple(fmt.name for fmt in side) for side in (k, v)))
+
+    def state_at(self, rung: int) -> StateSpec:
+        """The state that stands on a rung of slots, in the format that it has there."""
+        slot, step = self.main.spec.place(rung)
+        return self.states[slot - self.main.spec.num_token_slots].forms[step]
 
     @cached_property
     def places(self) -> tuple[tuple[int, int], ...]:
@@ -257,18 +261,9 @@ def ladder_of_layers(
         raise ConfigError(why, field="kv", value=config.name, remedy=error.remedy) from error
     names = tuple(rung.name for rung in config.rungs)
     admit_at = len(names) - 1 if config.admit_at is None else names.index(config.admit_at)
-    stored = tuple(state._replace(format=STATE_FORMATS[config.state_dtype]) for state in states)
-    groups = _with_states(groups, [state.nbytes(dtype) for state in stored])
-    return Ladder(config.name, names, groups, config.eager, admit_at, stored, dtype)
-
-
-def _with_states(groups: tuple[LayerGroup, ...], sizes: Sequence[int]) -> tuple[LayerGroup, ...]:
-    """``groups`` with a slot of each of ``sizes`` in the main group."""
-    main = next((number for number, group in enumerate(groups) if group.visible is None), 0)
-    slots = tuple(RequestSlot("state", num_tokens=0, nbytes=size, num_elements=0, is_state=True) for size in sizes)
-    own, num_first = groups[main].slots, groups[main].spec.num_token_slots
-    changed = replace(groups[main], slots=(*own[:num_first], *slots, *own[num_first:]))
-    return (*groups[:main], changed, *groups[main + 1 :])
+    widest, *narrower = (STATE_FORMATS[name] for name in config.states)
+    stored = tuple(state._replace(format=widest, narrower=tuple(narrower)) for state in states)
+    return Ladder(config.name, names, with_states(groups, stored, dtype), config.eager, admit_at, stored, dtype)
 
 
 def group_layers(layers: Sequence[LayerKV]) -> list[tuple[int, ...]]:

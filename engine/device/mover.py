@@ -5,11 +5,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from qkv_engine.kernels.delta_net import StateFormat, StateSpec, narrow_states
 from qkv_engine.kernels.formats import BlockLayout
 from qkv_engine.kernels.mine import add_centres, mine
 from qkv_engine.kernels.step_down import copy, transfer
@@ -27,6 +28,42 @@ if TYPE_CHECKING:
 MOST = 128  # blocks of one launch; more take several
 Dig = Callable[[int, int], None]  # ``KVMemory.dig``
 FEW = 8  # blocks; launches of up to so many recur and are captured as graphs
+
+
+class BlockRewrite(NamedTuple):
+    """Blocks go from one layout to another one."""
+
+    source: BlockLayout
+    target: BlockLayout
+
+    @property
+    def has_dense(self) -> bool:
+        """Whether dense values may be lost, which are looked at."""
+        return self.source.has_dense
+
+    def __call__(self, memory: Tensor, src: Tensor, dst: Tensor, finite: Tensor, *under: Tensor) -> None:
+        """See ``transfer``."""
+        transfer(memory, src, dst, self.source, self.target, finite, *under)
+
+
+class StateRewrite(NamedTuple):
+    """States go from the format of ``source`` to a narrower one, in a model that computes in ``dtype``."""
+
+    source: StateSpec
+    target: StateFormat
+    dtype: torch.dtype
+
+    @property
+    def has_dense(self) -> bool:
+        """Whether dense values may be lost, which are looked at."""
+        return not self.source.format.has_scales
+
+    def __call__(self, memory: Tensor, src: Tensor, dst: Tensor, finite: Tensor, *under: Tensor) -> None:
+        """See ``narrow_states``."""
+        narrow_states(memory, src, dst, self.source, self.target, self.dtype, finite)
+
+
+Rewrite = BlockRewrite | StateRewrite
 
 
 class PendingMoves:
@@ -104,26 +141,31 @@ class Mover:
         return checks
 
     def _step_down(self, launch: MoveLaunch) -> list[RowsCopy]:
-        """Rewrites blocks in another layout."""
-        source, target = (self.ladder.groups[launch.group].rungs[rung].layout for rung in (launch.old, launch.new))
+        """Rewrites blocks in another layout, or states in another format."""
+        rungs, (old, new) = self.ladder.groups[launch.group].rungs, (launch.old, launch.new)
+        rewrite: Rewrite
+        if old < 0:
+            rewrite = StateRewrite(self.ladder.state_at(old), self.ladder.state_at(new).format, self.ladder.dtype)
+        else:
+            rewrite = BlockRewrite(rungs[old].layout, rungs[new].layout)
         checks = []
         for part in (slice(i, i + MOST) for i in range(0, len(launch.src), MOST)):
             src, dst, banks = launch.src[part], launch.dst[part], launch.banks[part]
             under = [banks, launch.num_windows[part]] if banks else []
-            self._launch([src, dst, [1] * len(src), *under], source, target)
-            if source.has_dense:
+            self._launch([src, dst, [1] * len(src), *under], rewrite)
+            if rewrite.has_dense:
                 checks.append(self._copies.begin(3, len(src)))
         return checks
 
-    def _launch(self, rows: list[list[int]], source: BlockLayout, target: BlockLayout) -> None:
+    def _launch(self, rows: list[list[int]], rewrite: Rewrite) -> None:
         number = len(rows[0])
         self._ring.send(array("q", chain.from_iterable(rows)))
 
         def work() -> None:
             src, dst, finite, *rest = self._words[: len(rows) * number].view(len(rows), number).unbind()
-            transfer(self.memory, src, dst, source, target, finite, *rest)
+            rewrite(self.memory, src, dst, finite, *rest)
 
         if self._graphs is None or number > FEW:
             work()
         else:
-            self._graphs.run((source, target, number), work)
+            self._graphs.run((rewrite, number), work)

@@ -34,9 +34,9 @@ class GroupWords:
         return self.entry(row, self.section.width - 1)[0] if self.section.has_bank else None
 
     def states(self, row: int) -> list[int]:
-        """Addresses of the states of a row's request."""
-        first = self.section.first_state
-        return [self.entry(row, index)[0] for index in range(first, first + self.section.num_states)]
+        """Words of the states of a row's request: the address of each, and how far it has stepped down."""
+        first, base = self.section.first(row) + self.section.first_state, self.section.base
+        return [self._words[base + number] for number in self._words[first : first + self.section.num_states]]
 
     def entries(self, rows: Sequence[int], num_entries: int) -> tuple[Tensor, Tensor]:
         """Addresses and rungs [B, ``num_entries``] int64 of the first entries of some rows.

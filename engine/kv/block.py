@@ -11,7 +11,10 @@ from .bank import Bank, Centres, Mining
 
 
 def slot_rung(index: int) -> int:
-    """The rung of slot ``index`` of a request, below all of the ladder's; the function is its own inverse."""
+    """The rung of place ``index`` among those of a request's slots, below all of the ladder's; its own inverse.
+
+    A slot has a place for each of its rungs, the narrowest first: most have one, so that it is the slot's index.
+    """
     return -1 - index
 
 
@@ -68,6 +71,9 @@ class BlockTable:
     num_settled: int = 0  # leading ones of ``blocks`` on their floors, as of ``floor_epoch``
     floor_epoch: int = 0
     bank: Bank | None = None  # made with the slots, if the ladder has patterns
+    slot_rungs: list[int] = field(default_factory=list)  # on which its slots begin
+    slot_floors: tuple[int, ...] = ()  # the narrowest ones that the request allows
+    num_settled_states: int = 0  # leading ones of its states on their floors
 
     def __iter__(self) -> Iterator[Block]:
         yield from self.slots

@@ -1,17 +1,19 @@
 """Checkpoints: copies of requests' states at borders of blocks, from which later requests may go on. No torch.
 
 A checkpoint belongs to the tokens of a key of the prefix cache, as the blocks that end there do, and has slots like
-those of a request's states. No request holds one: it is copied to a request's own states, which live on from there.
+those of a request's states, on the rungs that these stood on. No request holds one: it is copied to a request's own
+states, which live on from there. Its slots step down before those of requests do.
 Copies stand in the waves of the next command, so between the step under way and the one to come.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
-from .block import Block, slot_rung
+from .block import Block
 from .borders import Borders
 from .hints import Hints
 from .table import BlockTables
@@ -32,6 +34,15 @@ class StateCheckpoint:
     def is_held(self) -> bool:
         """Whether a request is about to begin on it."""
         return self.slots[0].refs > 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its slots."""
+        return sum(block.slot.nbytes for block in self.slots)
+
+    def is_as_wide(self, states: Sequence[Block]) -> bool:
+        """Whether no slot is narrower than the state of its layer."""
+        return all(block.rung <= state.rung for block, state in zip(self.slots, states, strict=True))
 
 
 @dataclass(slots=True, eq=False)
@@ -58,9 +69,10 @@ class Checkpoints:
         self.is_needed = tables.spec.has_states
         self._group = next((group for group in tables.groups if group.spec.num_states), tables.main)
         slots = self._group.spec.slots
-        self._rungs = [slot_rung(index) for index, slot in enumerate(slots) if slot.is_state]
-        self.sizes = Counter(self._group.sizes[rung] for rung in self._rungs)
-        nbytes, block_nbytes = self._nbytes_each, sum(group.widest.nbytes for group in tables.spec.groups)
+        nbytes, block_nbytes = (
+            sum(slot.nbytes for slot in slots if slot.is_state),
+            sum(group.widest.nbytes for group in tables.spec.groups),
+        )
         self.every = max(1, -(-nbytes // block_nbytes))  # blocks: those between two take as many bytes as one
         self._found: OrderedDict[bytes, StateCheckpoint] = OrderedDict()
         self._courses: dict[str, _Course] = {}
@@ -84,18 +96,34 @@ class Checkpoints:
         self.num_taken = self.num_hits = 0
 
     @property
-    def _nbytes_each(self) -> int:
-        return sum(size * number for size, number in self.sizes.items())
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all checkpoints."""
-        return len(self) * self._nbytes_each
+        return sum(checkpoint.nbytes for checkpoint in self._found.values())
 
     def kinds(self) -> Counter[tuple[int, int]]:
         """Numbers by group and rung of the slots that can be given up."""
-        number = sum(not checkpoint.is_held for checkpoint in self._found.values())
-        return Counter({(self._group.index, rung): number for rung in self._rungs if number})
+        free = (checkpoint for checkpoint in self._found.values() if not checkpoint.is_held)
+        return Counter((block.group, block.rung) for checkpoint in free for block in checkpoint.slots)
+
+    def serves(self, key: bytes, floor: int) -> bool:
+        """Whether there is a checkpoint of ``key``, wide enough for a request whose ``floor`` is one of the ladder."""
+        checkpoint, spec = self._found.get(key), self._group.spec
+        if checkpoint is None:
+            return False
+        floors = spec.slot_floors(floor)[spec.num_token_slots :]
+        return all(block.rung <= narrowest for block, narrowest in zip(checkpoint.slots, floors, strict=False))
+
+    def coldest(self, number: int) -> list[tuple[int, int, Block]]:
+        """The first ``number`` slots to step down, with their steps so far and ages; see ``IdleBlocks.coldest``."""
+        return list(islice(self._unsettled(), number))
+
+    def _unsettled(self) -> Iterator[tuple[int, int, Block]]:
+        spec = self._group.spec
+        for step in range(spec.state_floors[-1] if spec.state_floors else 0):
+            for checkpoint in self._found.values():
+                for block in () if checkpoint.is_held else checkpoint.slots:
+                    if spec.step_of(block.rung) == step:
+                        yield step, checkpoint.since, block
 
     # ---- of one request
 
@@ -108,6 +136,7 @@ class Checkpoints:
         self._courses[request_id] = _Course(borders, checkpoint)
         if checkpoint is not None:
             self.held[request_id] = checkpoint
+            self._group.begin_states(request_id, [slot.rung for slot in checkpoint.slots])
             for slot in checkpoint.slots:
                 slot.refs += 1
         return borders
@@ -135,36 +164,54 @@ class Checkpoints:
 
     def wanted(self, request_id: str, key: bytes, num_tokens: int) -> Mapping[int, int]:
         """Slots by size that a checkpoint of a request with ``num_tokens`` takes beside those that there are."""
-        return {} if key in self._found or self._moves_along(request_id, num_tokens) else self.sizes
+        states = self._group.states(request_id)
+        if self._has_as_wide(key, states) or self._moves_along(request_id, num_tokens):
+            return {}
+        return Counter(state.slot.nbytes for state in states)
 
     def take(self, request_id: str, key: bytes, num_tokens: int) -> None:
         """Has the states of a request copied, which has computed the ``num_tokens`` of ``key``; there must be room.
 
-        Behind its prompt they take the place of those that it left at the border before.
+        Behind its prompt they take the place of those that it left at the border before. They take the place of a
+        checkpoint of ``key`` that is narrower.
         """
-        course, checkpoint = self._courses[request_id], self._moves_along(request_id, num_tokens)
-        if key in self._found:
+        course, states = self._courses[request_id], self._group.states(request_id)
+        if self._has_as_wide(key, states):
             self._use(self._found[key])
             return
+        checkpoint = self._moves_along(request_id, num_tokens)
+        self.lose(key)
         if checkpoint is not None:
             del self._found[checkpoint.key]
             checkpoint.key = key
         else:
-            store, group = self._tables.store, self._group
-            checkpoint = StateCheckpoint(key, [store.new_idle_block(group, rung) for rung in self._rungs], 0)
+            checkpoint = self._new(key, states)
             course.left.append(checkpoint)
             if num_tokens > course.borders.last:
+                if course.newest is not None and self._is_kept(course.newest):
+                    self.remove(course.newest)  # on other rungs
                 course.newest = checkpoint
         self._found[key] = checkpoint
         self._use(checkpoint)
-        self._tables.store.copy(self._group.states(request_id), checkpoint.slots)
+        self._tables.store.copy(states, checkpoint.slots)
         self.num_taken += 1
 
+    def _new(self, key: bytes, states: Sequence[Block]) -> StateCheckpoint:
+        """A checkpoint on the rungs of ``states``."""
+        store = self._tables.store
+        return StateCheckpoint(key, [store.new_idle_block(self._group, state.rung) for state in states], 0)
+
+    def _has_as_wide(self, key: bytes, states: Sequence[Block]) -> bool:
+        """Whether there is a checkpoint of ``key`` that is worth as much as one of ``states``."""
+        return key in self._found and self._found[key].is_as_wide(states)
+
     def _moves_along(self, request_id: str, num_tokens: int) -> StateCheckpoint | None:
-        """The checkpoint of a request that its next one, at ``num_tokens``, takes the place of."""
-        course = self._courses[request_id]
+        """The checkpoint of a request that its next one, at ``num_tokens``, takes the place of, slot by slot."""
+        course, states = self._courses[request_id], self._group.states(request_id)
         newest = course.newest if num_tokens > course.borders.last else None
-        return newest if newest is not None and self._is_kept(newest) else None
+        if newest is None or not self._is_kept(newest):
+            return None
+        return newest if [slot.rung for slot in newest.slots] == [state.rung for state in states] else None
 
     def end(self, request_id: str, filed: Collection[bytes]) -> None:
         """Notes that a request runs no more: what it left behind blocks that are ``filed`` counts as used now."""

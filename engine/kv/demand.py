@@ -55,7 +55,7 @@ class Demand:
         return (floor for floor, number in enumerate(self._requests) if number)
 
     def slots(self, rung: int) -> dict[int, int]:
-        """Slots by size when all blocks stand on their floors, or on ``rung`` where that is wider."""
+        """Slots by size when all blocks and states stand on their floors, or on ``rung`` where that is wider."""
         slots: dict[int, int] = {}
         for group, dense, narrow in zip(self._tables.groups, self._dense, self._narrow, strict=True):
             sizes, floors = group.sizes, group.spec.floors
@@ -64,8 +64,9 @@ class Demand:
                 if number:
                     size = sizes[floors[min(floor, rung)]]
                     slots[size] = slots.get(size, 0) + number
-            for slot in group.spec.slots:
-                slots[slot.nbytes] = slots.get(slot.nbytes, 0) + len(self)
+            for floor, number in enumerate(self._requests):
+                for size in group.spec.slot_sizes(min(floor, rung)) if number else ():
+                    slots[size] = slots.get(size, 0) + number
         return slots
 
 

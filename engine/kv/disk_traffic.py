@@ -176,7 +176,8 @@ class DiskTraffic:
     def _begin(self, request: Request, place: PromptPiece) -> bool:
         """Has a piece read that the disk has; whether there is room for it."""
         tokens, rungs = array("q", place.tokens), self.disk.rungs(place.key)
-        piece = self._tier.receive(place.key, place.parent, tokens, rungs) if rungs else None
+        given = place.key, place.parent, tokens, rungs, request.params.tenant
+        piece = self._tier.receive(*given) if rungs else None
         if piece is not None:
             self._readings.append(_Reading(piece, request, self._tier.num_commands))
         return piece is not None
@@ -232,7 +233,7 @@ class DiskTraffic:
             return 0
         for block in blocks:
             if not tier.keeps(key, block.group, block.rung):
-                won = tier.write(key, entry.parent, entry.tokens, block)
+                won = tier.write(key, entry.parent, entry.tokens, block, entry.tenant)
                 if not won:
                     return None
                 nbytes += won

@@ -49,7 +49,7 @@ class Fetching:
         self._tables, self._traffic, self._request = tables, traffic, request
         self._missing, self._held = deque(missing), held
         for block in held:
-            block.refs += 1
+            tables.store.share(block)
 
     @property
     def has_next(self) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from .arena import ArenaError
 from .bank import Bank
 from .block import Block, BlockTable, Journal, slot_rung
-from .spec import GroupSpec, RequestSlot
+from .spec import GroupSpec
 from .store import BlockStore
 
 
@@ -20,7 +20,7 @@ class GroupTables:
     def __init__(self, store: BlockStore, index: int, spec: GroupSpec):
         self.store, self.index, self.spec = store, index, spec
         self.sizes = {number: rung.nbytes for number, rung in enumerate(spec.rungs)}
-        self.sizes |= {slot_rung(number): slot.nbytes for number, slot in enumerate(spec.slots)}
+        self.sizes |= {rung: spec.nbytes(rung) for rung in spec.slot_rungs}
         self.num_blocks: Counter[int] = Counter()  # live blocks by rung
         self.num_entries: Counter[int] = Counter()  # the same, each block once for every request that holds it
         self.journal: Journal | None = None  # changes, for the keeper of a copy of the tables
@@ -55,11 +55,13 @@ class GroupTables:
         It begins on ``shared`` blocks, in token order: those of its first ``num_shared`` tokens that are in sight.
         """
         spec = self.spec
-        table = self._tables[request_id] = BlockTable(spec.floors[floor], num_prompt)
+        table = self._tables[request_id] = BlockTable(
+            spec.floors[floor], num_prompt, slot_rungs=[*spec.widest_rungs], slot_floors=spec.slot_floors(floor)
+        )
         if self.journal is not None:
             self.journal.opened = True
         for block in shared:
-            block.refs += 1
+            self.store.share(block)
             insort(block.holders, table.floor)
             self.num_entries[block.rung] += 1
             block.floor = block.holders[0]
@@ -69,15 +71,30 @@ class GroupTables:
             table.first = spec.num_passed(num_shared)
             table.num_slots += spec.num_token_slots > 0 and not spec.sees_sink(num_shared)
 
-    def missing_slots(self, request_id: str) -> tuple[RequestSlot, ...]:
-        """Slots of a request that were not taken yet."""
-        return self.spec.slots[self._tables[request_id].num_slots :]
+    def missing_slots(self, request_id: str) -> list[int]:
+        """Rungs of the slots of a request that were not taken yet."""
+        table = self._tables[request_id]
+        return table.slot_rungs[table.num_slots :]
+
+    def begin_states(self, request_id: str, rungs: Iterable[int]) -> None:
+        """Has the states of a request, which were not taken yet, begin on these ``rungs``."""
+        first = self.spec.num_token_slots
+        self._tables[request_id].slot_rungs[first : first + self.spec.num_states] = rungs
+
+    def begin_narrower(self, request_id: str) -> bool:
+        """Has the states of a request, which were not taken yet, begin a rung lower; ``False`` if it allows none."""
+        table, first = self._tables[request_id], self.spec.num_token_slots
+        states = slice(first, first + self.spec.num_states)
+        had = table.slot_rungs[states]
+        lower = [min(rung + 1, floor) for rung, floor in zip(had, table.slot_floors[states], strict=True)]
+        table.slot_rungs[states] = lower
+        return lower != had
 
     def add_blocks(self, request_id: str, number: int) -> None:
         """Gives a request the slots that it lacks, and ``number`` blocks more. There must be room."""
         table, spec = self._tables[request_id], self.spec
         for index in range(table.num_slots, len(spec.slots)):
-            table.slots.append(self.store.new_block(self, slot_rung(index), table.floor))
+            table.slots.append(self.store.new_block(self, table.slot_rungs[index], table.slot_floors[index]))
             table.num_slots += 1
         if spec.has_bank and table.bank is None:
             in_blocks = spec.in_blocks(table.num_prompt_tokens)
@@ -112,8 +129,11 @@ class GroupTables:
 
     def states(self, request_id: str) -> list[Block]:
         """The states of a request, in the order of their layers, once it has blocks."""
-        slots = self.spec.slots
-        return [block for block in self._tables[request_id].slots if slots[slot_rung(block.rung)].is_state]
+        return self._states(self._tables[request_id])
+
+    def _states(self, table: BlockTable) -> list[Block]:
+        first = self.spec.num_token_slots - (table.num_slots - len(table.slots))  # the sink's may be given back
+        return table.slots[first : first + self.spec.num_states]
 
     def trim(self, request_id: str, num_computed: int) -> None:
         """Gives back the blocks of a request that no token from ``num_computed`` on sees."""
@@ -142,8 +162,8 @@ class GroupTables:
             self._let_go(block, table.floor)
 
     def _let_go(self, block: Block, floor: int) -> None:
-        """Takes ``block`` from a request of that ``floor``."""
-        del block.holders[bisect_left(block.holders, floor)]
+        """Takes ``block`` from a request of that ``floor``, or a slot that it alone has, whose floor is its own."""
+        del block.holders[bisect_left(block.holders, floor) if block.is_shared else 0]
         self.num_entries[block.rung] -= 1
         self._lift_floor(block)
         self.store.drop(block)
@@ -160,12 +180,25 @@ class GroupTables:
     def unsettled(self, request_id: str, num_computed: int) -> Iterator[tuple[Block, int]]:
         """Blocks of a request that may still step down, and how many tokens older than the recent window each is.
 
-        A negative age means that the block is too new (or not full) and must stay as it is.
+        A negative age means that the block is too new (or not full) and must stay as it is. Its states come last; each
+        is of all tokens from the first on.
         """
         table, newest = self._look_at(request_id, num_computed)
         for index in range(table.count_settled(self.floor_epoch), len(table.blocks)):
             if not table.blocks[index].is_settled:
                 yield table.blocks[index], newest - (index + 1) * self.spec.block_tokens
+        for state in self._states(table)[table.num_settled_states :] if self._may_step_down(table) else ():
+            if not state.is_settled:
+                yield state, num_computed
+
+    def _may_step_down(self, table: BlockTable) -> bool:
+        """Whether states of a request may step down now, or will when it has some."""
+        if not self.spec.state_floors:
+            return False
+        states = self._states(table)
+        while table.num_settled_states < len(states) and states[table.num_settled_states].is_settled:
+            table.num_settled_states += 1
+        return table.num_settled_states < self.spec.num_states
 
     def coldest(self, request_id: str, num_computed: int) -> tuple[Block, int] | None:
         """The first of the widest eligible blocks that only this request holds, and its age in tokens."""
@@ -194,6 +227,8 @@ class GroupTables:
         Rises as blocks are settled; falls only when a floor is lifted, which ``floor_epoch`` counts.
         """
         table, spec = self._tables[request_id], self.spec
+        if self._may_step_down(table):
+            return 0
         number = table.first + table.count_settled(self.floor_epoch) + 1
         return spec.recent.least_computed(spec.tokens_in(number))
 

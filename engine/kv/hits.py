@@ -46,7 +46,7 @@ class HitRules:
 
     def __init__(self, spec: KVSpec):
         self._spec = spec
-        self._full = [index for index, group in enumerate(spec.groups) if group.visible is None]
+        self._full = spec.full
         self._windows = [index for index, group in enumerate(spec.groups) if group.visible is not None]
 
     def longest(self, pieces: Iterable[Sequence[B | None]], num_tokens: int, floor: int) -> list[Sequence[B | None]]:

@@ -29,12 +29,16 @@ class HostBlock:
 
 @dataclass(slots=True, eq=False)
 class HostPiece:
-    """Copies of the blocks of the same ``tokens``, which follow those of ``parent``; by group, None: there is none."""
+    """Copies of the blocks of the same ``tokens``, which follow those of ``parent``; by group, None: there is none.
+
+    ``tenant``: whose share they count in.
+    """
 
     key: bytes
     parent: bytes
     tokens: array[int]
     blocks: list[HostBlock | None]
+    tenant: str = ""
 
     def held(self) -> Iterator[HostBlock]:
         """The copies that there are."""

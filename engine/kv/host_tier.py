@@ -17,6 +17,7 @@ from .block import Block
 from .hints import RETAINED, Hints
 from .host_piece import Copies, Fetch, HostBlock, HostPiece, HostStats
 from .moves import HostCopy
+from .shares import TenantShares
 from .spec import KVSpec
 
 
@@ -31,6 +32,7 @@ class HostTier:
         self.spec = spec
         self.arena = Arena(nbytes - nbytes % align, slab_nbytes, block_nbytes=spec.main.widest.nbytes)
         self.hints = Hints(0, 0)  # of how long pieces are of use, those of the prefix cache
+        self.shares = TenantShares()
         self.num_commands = 0  # that were taken
         self.num_ended = 0  # leading ones of them whose copies are known to be over
         self.unsaved: dict[bytes, None] | None = None  # keys of pieces with new copies, if anybody asks
@@ -46,6 +48,10 @@ class HostTier:
         self._writes: dict[HostBlock, HostPiece] = {}  # noted, and not taken yet
         self._fetches: dict[HostBlock, Fetch] = {}  # that have not landed
         self.reset_counters()
+
+    def divide(self, quota: float) -> None:
+        """Gives each tenant that share; the pieces of those over theirs are given up first."""
+        self.shares = TenantShares(lambda: quota * self.arena.nbytes)
 
     def reset_counters(self) -> None:
         """Counts bytes and tokens anew."""
@@ -96,7 +102,9 @@ class HostTier:
 
     # ---- copies
 
-    def move_out(self, key: bytes, parent: bytes, tokens: array[int], block: Block, num_waves: int) -> bool:
+    def move_out(
+        self, key: bytes, parent: bytes, tokens: array[int], block: Block, num_waves: int, tenant: str = ""
+    ) -> bool:
         """Has ``block`` copied out behind so many waves of the next command, unless a copy as wide is kept.
 
         Returns whether there is such a copy now.
@@ -104,11 +112,11 @@ class HostTier:
         self._gone[block] = key, self.num_commands + 1
         piece = self._pieces.get(key)
         copy = None if piece is None or piece.tokens != tokens else piece.blocks[block.group]
-        if piece is not None and copy in self._writes and copy.rung != block.rung:
-            self._remove(piece, copy)  # it stepped down before it was written
+        if piece is not None and copy is not None and copy in self._writes and copy.rung != block.rung:
+            self._remove(piece, copy)  # the block stepped down since
             copy = None
         if copy is None or copy.rung > block.rung:
-            copy = self._keep(key, parent, tokens, block)
+            copy = self._keep(key, parent, tokens, block, tenant)
             if copy is None:
                 return False
         elif self._writes.pop(copy, None) is None:
@@ -117,9 +125,9 @@ class HostTier:
         self._note(self._outs.setdefault(num_waves, []), block, copy)
         return True
 
-    def write(self, key: bytes, parent: bytes, tokens: array[int], block: Block) -> int:
+    def write(self, key: bytes, parent: bytes, tokens: array[int], block: Block, tenant: str = "") -> int:
         """Has ``block`` copied beside the next step; returns its bytes, 0 if they find no room."""
-        copy = self._keep(key, parent, tokens, block)
+        copy = self._keep(key, parent, tokens, block, tenant)
         if copy is None:
             return 0
         self._writes[copy] = self._pieces[key]
@@ -197,18 +205,20 @@ class HostTier:
         """The piece of that key that the disk is to bring."""
         return self._coming.get(key)
 
-    def receive(self, key: bytes, parent: bytes, tokens: array[int], rungs: Mapping[int, int]) -> HostPiece | None:
+    def receive(
+        self, key: bytes, parent: bytes, tokens: array[int], rungs: Mapping[int, int], tenant: str = ""
+    ) -> HostPiece | None:
         """Places for copies of a piece on these rungs by group, which the disk is to bring; None: there is no room.
 
         Nobody finds them before ``land``. Copies of earlier commands may be under way there until those have ended.
         """
         own = self._pieces.get(key)
         if own is None:
-            self._pieces[key] = HostPiece(key, parent, tokens, [None] * len(self.spec.groups))
+            self._pieces[key] = self._piece(key, parent, tokens, tenant)
         elif own.tokens != tokens:
             return None
         self.touch([key])
-        found = HostPiece(key, parent, tokens, [None] * len(self.spec.groups))
+        found = self._piece(key, parent, tokens, tenant)
         for group, rung in rungs.items():
             slot = self._allocate(self.spec.groups[group].nbytes(rung), key)
             if slot is None:
@@ -237,16 +247,14 @@ class HostTier:
                 self._release(copy.slot)
             return is_asked and is_good
         if own is None:
-            own = self._pieces[key] = HostPiece(key, coming.parent, coming.tokens, [None] * len(coming.blocks))
+            own = self._pieces[key] = self._piece(key, coming.parent, coming.tokens, coming.tenant)
         self.touch([key])
         for copy in coming.held():
             before = own.blocks[copy.group]
             if before is not None and before.rung <= copy.rung:
                 self._release(copy.slot)
                 continue
-            if before is not None:
-                self._forget(before)
-            own.blocks[copy.group] = copy
+            self._put(own, copy)
         return True
 
     # ---- taking out
@@ -279,20 +287,21 @@ class HostTier:
 
     # ---- room
 
-    def _keep(self, key: bytes, parent: bytes, tokens: array[int], block: Block) -> HostBlock | None:
+    def _piece(self, key: bytes, parent: bytes, tokens: array[int], tenant: str) -> HostPiece:
+        return HostPiece(key, parent, tokens, [None] * len(self.spec.groups), tenant)
+
+    def _keep(self, key: bytes, parent: bytes, tokens: array[int], block: Block, tenant: str) -> HostBlock | None:
         """A place for a copy of ``block``, instead of a narrower one; None if it would be the first to be given up."""
         piece = self._pieces.get(key)
         if piece is None:
-            piece = self._pieces[key] = HostPiece(key, parent, tokens, [None] * len(self.spec.groups))
+            piece = self._pieces[key] = self._piece(key, parent, tokens, tenant)
         elif piece.tokens != tokens:
             return None
         self.touch([key])
         slot = self._allocate(block.slot.nbytes, key)
         if slot is not None:
-            if (before := piece.blocks[block.group]) is not None:
-                self._forget(before)
             copy = HostBlock(slot, block.group, block.rung, self.num_commands + 1, block)
-            piece.blocks[block.group] = copy
+            self._put(piece, copy)
             self._unsure[copy] = piece
             if self.unsaved is not None:
                 self.unsaved.pop(key, None)
@@ -301,6 +310,13 @@ class HostTier:
         if not any(piece.blocks):
             del self._pieces[key]
         return None
+
+    def _put(self, piece: HostPiece, copy: HostBlock) -> None:
+        """Adds a copy to its piece, in place of the one before."""
+        before, piece.blocks[copy.group] = piece.blocks[copy.group], copy
+        self.shares.add(piece.tenant, copy.slot.nbytes)
+        if before is not None:
+            self._forget(piece, before)
 
     def _allocate(self, nbytes: int, key: bytes) -> Slot | None:
         """A slot, for which pieces are given up that were used before that of ``key``."""
@@ -315,17 +331,24 @@ class HostTier:
     def _oldest(self, key: bytes) -> HostPiece | None:
         """The piece that is given up next of those that can be at once, if it comes before that of ``key``.
 
-        One that is done, or else the least recently used one; retained ones come last.
+        One that is done, or else the least recently used one; retained ones come last. Those of tenants over their
+        share come before all others, which yield to none of these.
         """
         for done in self.hints.done_keys():
             piece = self._pieces.get(done)
             if piece is not None and done != key and not any(map(self._is_used, piece.held())):
                 return piece
+        over = self.shares.over
+        found = self._oldest_of(over, key) if over else None
+        return self._oldest_of(None, key) if found is None and self._pieces[key].tenant not in over else found
+
+    def _oldest_of(self, tenants: Collection[str] | None, key: bytes) -> HostPiece | None:
+        """The same among the pieces of some ``tenants``, None for all."""
         retained = None
         for piece in self._pieces.values():
             if piece.key == key:
                 break
-            if any(map(self._is_used, piece.held())):
+            if any(map(self._is_used, piece.held())) or (tenants is not None and piece.tenant not in tenants):
                 continue
             if self.hints.rank(piece.key) != RETAINED:
                 return piece
@@ -343,12 +366,13 @@ class HostTier:
     def _remove(self, piece: HostPiece, copy: HostBlock) -> None:
         """Takes a copy out, and its piece if it was the last."""
         piece.blocks[copy.group] = None
-        self._forget(copy)
+        self._forget(piece, copy)
         if not any(piece.blocks):
             del self._pieces[piece.key]
 
-    def _forget(self, copy: HostBlock) -> None:
-        """Frees the slot of a copy as soon as no command and no disk needs it."""
+    def _forget(self, piece: HostPiece, copy: HostBlock) -> None:
+        """Frees the slot of a copy, no part of ``piece`` any more, as soon as no command and no disk needs it."""
+        self.shares.add(piece.tenant, -copy.slot.nbytes)
         self._unsure.pop(copy, None)
         self._writes.pop(copy, None)
         self._release(copy.slot)

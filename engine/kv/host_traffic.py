@@ -54,7 +54,7 @@ class HostTraffic:
             if self.tier.is_kept(piece, copy):
                 blocks: list[Block | None] = [None] * len(self._tables.groups)
                 blocks[block.group] = block
-                self._prefix.file(piece.key, piece.parent, piece.tokens, blocks)
+                self._prefix.file(piece.key, piece.parent, piece.tokens, blocks, piece.tenant)
         for fetch in reversed(landed):  # the beginning of a prefix falls idle last
             self._tables.store.drop(fetch.block)
 
@@ -64,7 +64,7 @@ class HostTraffic:
         """Has ``blocks`` of an entry leave copies; whether there are copies of all then."""
         number = len(self._tables.store.waves)
         out = [
-            self.tier.move_out(entry.key, entry.parent, entry.tokens, block, number)
+            self.tier.move_out(entry.key, entry.parent, entry.tokens, block, number, entry.tenant)
             for block in blocks
             if block is not None
         ]
@@ -117,7 +117,7 @@ class HostTraffic:
             if entry is not None and not tier.keeps(entry.key, block.group, block.rung):
                 if not self.may_copy(block.slot.nbytes):
                     return
-                self.count(tier.write(entry.key, entry.parent, entry.tokens, block))
+                self.count(tier.write(entry.key, entry.parent, entry.tokens, block, entry.tenant))
             idle.pass_settled()
 
     def may_copy(self, nbytes: int) -> bool:

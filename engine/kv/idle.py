@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -16,14 +16,16 @@ from typing import NamedTuple
 
 from .block import Block
 from .hints import DONE, PLAIN, Hints
-from .spec import GroupSpec
+from .shares import TenantShares
+from .spec import KVSpec
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
     """Cached blocks of the same tokens, which follow those of ``parent``; by group, None for one that is not cached.
 
-    ``since``: serial numbers of when each block fell idle last; they mean nothing while it is in use.
+    ``since``: serial numbers of when each block fell idle last; they mean nothing while it is in use. ``tenant``: of
+    the request that filed the first of them.
     """
 
     key: bytes
@@ -31,43 +33,50 @@ class Entry:
     tokens: array[int]
     parent: bytes
     since: list[int]
+    tenant: str = ""
 
 
 class Exit(NamedTuple):
     """What can be given up: an ``entry`` as a whole, or its block in the group with a ``window`` of that index.
 
     ``order``: the rank of its hints, and whether cached blocks follow, which would be lost. ``since``: as of its block.
+    ``is_over``: its tenant is over his share.
     """
 
     entry: Entry
     window: int | None
     order: tuple[int, bool]
     since: int
+    is_over: bool
 
 
 class IdleBlocks:
     """The blocks of a prefix cache that the cache alone owns, by rung and age.
 
     ``entries`` and ``children``, the numbers of entries that follow, by key; ``cached``: the entry of each block;
-    ``hints``: of how long they are of use. All four are the cache's own.
+    ``hints``: of how long they are of use. All four are the cache's own. ``shares``: of tenants in idle bytes; while
+    somebody is over his, nobody else's blocks make room.
     """
 
     def __init__(
         self,
-        groups: Sequence[GroupSpec],
+        spec: KVSpec,
         entries: Mapping[bytes, Entry],
         children: Mapping[bytes, int],
         cached: Mapping[Block, Entry],
         hints: Hints,
+        shares: TenantShares,
     ):
-        self._hints = hints
+        self._hints, self._spec, self._shares = hints, spec, shares
         self._entries, self._children, self._cached = entries, children, cached
-        self._full = [index for index, group in enumerate(groups) if group.visible is None]
+        self._full = spec.full
+        self._counted: dict[bytes, list[tuple[int, int]]] = {}  # kinds of blocks of an entry that can be given up
+        self._kinds: Counter[tuple[int, int]] = Counter()  # of all of them
         self.serials = count()
-        # Heaps, some of whose items are out of date: blocks that can step down as (rung, since, block), and what can be
-        # given up as (rank of the hints, whether cached blocks follow, since, group, key).
-        self._steps: list[tuple[int, int, Block]] = []
-        self._exits: list[tuple[int, bool, int, int, bytes]] = []
+        # Heaps by tenant, some of whose items are out of date: blocks that can step down as (rung, since, block), and
+        # what can be given up as (rank of the hints, whether cached blocks follow, since, group, key).
+        self._steps: dict[str, list[tuple[int, int, Block]]] = {}
+        self._exits: dict[str, list[tuple[int, bool, int, int, bytes]]] = {}
         self._settled: OrderedDict[Block, None] | None = None  # that can step down no more, if anybody asks
 
     @property
@@ -77,22 +86,64 @@ class IdleBlocks:
 
     def kinds(self) -> Counter[tuple[int, int]]:
         """Numbers by group and rung of the blocks that can be given up."""
-        is_alone = len(self._full) < 2  # asked of many blocks: mostly each can go by itself
-        idle = ((block, entry) for block, entry in self._cached.items() if block.refs == 1)
-        return Counter((b.group, b.rung) for b, entry in idle if is_alone or self._can_go(entry, b.group))
+        return self._kinds.copy()
 
-    def coldest(self, number: int) -> list[Block]:
-        """The first ``number`` blocks to step down: of the widest ones the least recently used first."""
-        found: list[tuple[int, int, Block]] = []
-        while self._steps and len(found) < number:
-            rung, since, block = item = heappop(self._steps)
+    def count(self, entry: Entry) -> None:
+        """Counts anew what can be given up of ``entry``, whose blocks changed."""
+        self.uncount(entry)
+        found = [
+            (block.group, block.rung)
+            for block in entry.blocks
+            if block is not None and block.refs == 1 and self._can_go(entry, block.group)
+        ]
+        if found:
+            self._counted[entry.key] = found
+            self._kinds.update(found)
+            self._shares.add(entry.tenant, self._nbytes_of(found))
+
+    def uncount(self, entry: Entry) -> None:
+        """Counts out what could be given up of ``entry``."""
+        counted = self._counted.pop(entry.key, ())
+        self._shares.add(entry.tenant, -self._nbytes_of(counted))
+        for kind in counted:
+            self._kinds[kind] -= 1
+            if not self._kinds[kind]:
+                del self._kinds[kind]
+
+    def _nbytes_of(self, kinds: Iterable[tuple[int, int]]) -> int:
+        return sum(self._spec.groups[group].nbytes(rung) for group, rung in kinds)
+
+    def recount(self, block: Block) -> None:
+        """``count`` for the entry of ``block``, if it is cached."""
+        entry = self._cached.get(block)
+        if entry is not None:
+            self.count(entry)
+
+    def coldest(self, number: int) -> list[tuple[int, int, Block]]:
+        """The first ``number`` blocks to step down, each with its rung and when it fell idle.
+
+        The widest come first, and of equal ones the least recently used.
+        """
+        found = [item for tenant in self._in_turn(self._steps) for item in self._coldest_of(tenant, number)]
+        return sorted(found)[:number]
+
+    def _coldest_of(self, tenant: str, number: int) -> list[tuple[int, int, Block]]:
+        found, steps = list[tuple[int, int, Block]](), self._steps[tenant]
+        while steps and len(found) < number:
+            rung, since, block = item = heappop(steps)
             if block.rung > rung:  # it stepped down
                 self._file_step(block, since)
             elif self._is_idle_since(block, since):
                 found.append(item)
         for item in found:
-            heappush(self._steps, item)
-        return [block for _, _, block in found]
+            heappush(steps, item)
+        if not steps:
+            del self._steps[tenant]
+        return found
+
+    def _in_turn(self, heaps: Collection[str]) -> list[str]:
+        """Whose blocks make room now: those of tenants over their share, or else everybody's."""
+        return [tenant for tenant in self._shares.over or heaps if tenant in heaps]
 
     def next_exit(self) -> Exit | None:
         """What is given up next, the least recently used.
@@ -100,23 +151,33 @@ class IdleBlocks:
         Entries that no cached one follows come first: a request may hold the successor of the others, computed beside
         them and filed after them.
         """
-        while self._exits:
-            rank, is_inner, since, index, key = self._exits[0]
+        found = (self._next_exit_of(tenant) for tenant in self._in_turn(self._exits))
+        return min((each for each in found if each is not None), key=lambda e: (*e.order, e.since), default=None)
+
+    def _next_exit_of(self, tenant: str) -> Exit | None:
+        exits = self._exits[tenant]
+        while exits:
+            rank, is_inner, since, index, key = exits[0]
             entry = self._entries.get(key)
             if entry is not None and entry.since[index] == since and self._can_go(entry, index):
                 order = self._order(entry, index)
                 if order == (rank, is_inner):
-                    return Exit(entry, None if index in self._full else index, order, since)
+                    return Exit(entry, None if index in self._full else index, order, since, self._is_over(entry))
                 if order > (rank, is_inner):
-                    heappush(self._exits, (*order, since, index, key))
-            heappop(self._exits)
+                    heappush(exits, (*order, since, index, key))
+            heappop(exits)
+        del self._exits[tenant]
         return None
+
+    def _is_over(self, entry: Entry) -> bool:
+        return entry.tenant in self._shares.over
 
     def fell_idle(self, block: Block) -> None:
         """Files ``block``, which has one owner left, if that is the cache."""
         entry = self._cached.get(block)
         if entry is None:
             return
+        self.count(entry)
         self._hints.used(entry.key)
         since = entry.since[block.group] = next(self.serials)
         self._file_step(block, since)
@@ -129,10 +190,11 @@ class IdleBlocks:
             return
         if index in self._full:
             index = self._full[0]
-        heappush(self._exits, (*self._order(entry, index), entry.since[index], index, entry.key))
-        if len(self._exits) > self._most_items:
-            self._exits = list({item for item in self._exits if self._is_current(*item[2:])})
-            heapify(self._exits)
+        exits = self._exits.setdefault(self._heap_of(entry), [])
+        heappush(exits, (*self._order(entry, index), entry.since[index], index, entry.key))
+        if len(exits) > self._most_items:
+            exits[:] = {item for item in exits if self._is_current(*item[2:])}
+            heapify(exits)
 
     def watch_settled(self) -> None:
         """Has ``next_settled`` tell of the blocks that fall idle from here on."""
@@ -166,6 +228,9 @@ class IdleBlocks:
 
     def clear(self) -> None:
         """Forgets all blocks."""
+        self._counted.clear()
+        self._shares.clear()
+        self._kinds.clear()
         self._steps.clear()
         self._exits.clear()
         if self._settled is not None:
@@ -174,10 +239,14 @@ class IdleBlocks:
     def _file_step(self, block: Block, since: int) -> None:
         if not self._is_idle_since(block, since):
             return
-        heappush(self._steps, (block.rung, since, block))
-        if len(self._steps) > self._most_items:
-            self._steps = [(b.rung, since, b) for _, since, b in self._steps if self._is_idle_since(b, since)]
-            heapify(self._steps)
+        steps = self._steps.setdefault(self._heap_of(self._cached[block]), [])
+        heappush(steps, (block.rung, since, block))
+        if len(steps) > self._most_items:
+            steps[:] = [(b.rung, since, b) for _, since, b in steps if self._is_idle_since(b, since)]
+            heapify(steps)
+
+    def _heap_of(self, entry: Entry) -> str:
+        return entry.tenant if self._shares.is_kept else ""
 
     @property
     def _most_items(self) -> int:

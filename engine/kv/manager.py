@@ -63,7 +63,7 @@ class KVManager:
         return self.spec.has_states
 
     def rung_name(self, group: int, rung: int) -> str:
-        return self.spec.groups[group].rungs[rung].name
+        return self.spec.groups[group].name_of(rung)
 
     def capacities_of(self, empty: BlockTables) -> tuple[int, ...]:
         """Tokens of one request that fits alone in its tenant's share of ``empty`` tables, by its floor."""
@@ -228,6 +228,9 @@ class KVManager:
             self.prefix.checkpoints.restore(request.request_id)
         return done
 
+    def begin_narrower(self, request: Request) -> bool:
+        return self.tables.begin_narrower(request.request_id)
+
     def trim(self, request: Request) -> None:
         request.next_passed_at = self.tables.trim(request.request_id, request.num_computed_tokens)
 
@@ -261,12 +264,17 @@ class KVManager:
         prefix = self._prefix_of(request)
         if prefix is not None and self._is_exact and num_tokens >= request.num_prompt_tokens:
             num_tokens = request.num_prompt_tokens
-            prefix.publish(request.request_id, request.token_ids, request.params.cache_salt, num_tokens)
+            self._publish(prefix, request, num_tokens)
             request.next_cacheable_at = sys.maxsize
             return
         if prefix is not None:
-            prefix.publish(request.request_id, request.token_ids, request.params.cache_salt, num_tokens)
+            self._publish(prefix, request, num_tokens)
         request.next_cacheable_at = sys.maxsize if prefix is None else prefix.next_end(num_tokens)
+
+    @staticmethod
+    def _publish(prefix: PrefixCache, request: Request, num_tokens: int) -> None:
+        salt, tenant = request.params.cache_salt, request.params.tenant
+        prefix.publish(request.request_id, request.token_ids, salt, num_tokens, tenant)
 
     # ---- checkpoints of states
 
@@ -309,7 +317,7 @@ class KVManager:
         return self.tables.free_blocks()
 
     def idle(self, number: int) -> list[Block]:
-        return [] if self.prefix is None else self.prefix.idle.coldest(number)
+        return [] if self.prefix is None else self.prefix.coldest(number)
 
     def idle_kinds(self) -> Counter[tuple[int, int]]:
         return Counter() if self.prefix is None else self.prefix.idle_kinds()
@@ -365,7 +373,7 @@ class KVManager:
     def usage(self, request: Request) -> KVUsage:
         """Rungs of the blocks that hold a request's tokens but the last one, which needs no KV when it ends.
 
-        And those of the tokens that it found in the prefix cache.
+        And those of its states, and of the tokens that it found in the prefix cache.
         """
         if request.request_id not in self.tables:
             return KVUsage()
@@ -380,4 +388,7 @@ class KVManager:
             blocks[self.rung_name(group, rung)] += number
         holds_any = self.spec.main.num_token_slots and any(table.slots for table in tables)
         lowest = min(bits, default=self.spec.main.widest.bits if holds_any else None)
-        return KVUsage(dict(blocks), lowest, request.cached_tokens, request.num_stored_tokens)
+        states = Counter(
+            group.spec.name_of(state.rung) for group in self.tables.groups for state in group.states(request.request_id)
+        )
+        return KVUsage(dict(blocks), lowest, request.cached_tokens, request.num_stored_tokens, dict(states))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from .table import BlockTables
 class MoveLaunch(NamedTuple):
     """Blocks of a wave and a ``group`` of layers that go from its rung ``old`` to ``new``, with their addresses.
 
+    Of slots of requests, which have rungs of their own below zero, those of the first, whose sizes all have.
     ``nbytes``: of a block on ``old``;  ``banks``: addresses of the blocks' banks, if they are sealed under some, and
     ``num_windows`` of ``Move`` for each.
     """
@@ -77,7 +79,8 @@ def take_moves(tables: BlockTables) -> tuple[MoveCommand, list[Block]]:
         mined = [(group, bank, move.mining) for group, bank, move in banked if move.mining is not None]
         centres = [(group, bank, move.centres) for group, bank, move in banked if move.centres is not None]
         launches = []
-        for _, same in groupby(sorted(moves, key=_launch), key=_launch):
+        launch = partial(_launch, tables)
+        for _, same in groupby(sorted(moves, key=launch), key=launch):
             part = list(same)
             index, old, new = part[0].block.group, part[0].old, part[0].new
             group = tables.groups[index]
@@ -85,7 +88,7 @@ def take_moves(tables: BlockTables) -> tuple[MoveCommand, list[Block]]:
             num_windows = [move.num_windows for move in part if move.bank is not None]
             src, dst = [move.src for move in part], [move.dst for move in part]
             launches.append(MoveLaunch(index, old, new, group.sizes[old], src, dst, banks, num_windows))
-            if old != new and group.spec.rungs[old].has_dense:
+            if old != new and group.spec.rung(old).has_dense:
                 blocks += [move.block for move in part]
         waves.append(Wave(mined, centres, launches, holes.get(number), outs.get(number, ())))
     last = len(noted)
@@ -95,7 +98,8 @@ def take_moves(tables: BlockTables) -> tuple[MoveCommand, list[Block]]:
     return MoveCommand(waves, fresh, written, fetched), blocks
 
 
-def _launch(move: Move) -> tuple[int, int, int]:
-    """What all moves of one launch share: group and rungs. Copies of slots of a request go together by their size."""
-    is_slot = move.old < 0
-    return move.block.group, -move.block.slot.nbytes if is_slot else move.old, 0 if is_slot else move.new
+def _launch(tables: BlockTables, move: Move) -> tuple[int, int, int]:
+    """What all moves of one launch share: group and rungs. Those of slots of a request go together by their sizes."""
+    sizes = tables.groups[move.block.group].sizes
+    old, new = (-sizes[rung] if rung < 0 else rung for rung in (move.old, move.new))
+    return move.block.group, old, new

@@ -25,6 +25,7 @@ from .hits import Hit, HitRules, piece_of
 from .host_tier import HostTier
 from .host_traffic import HostTraffic
 from .idle import Entry, Exit, IdleBlocks
+from .shares import TenantShares
 from .table import BlockTables
 
 
@@ -42,23 +43,27 @@ class PrefixCache:
         disk: Disk | None = None,
         *,
         hints: Hints | None = None,
+        quota: float | None = None,
     ):
-        """``hints``: of how long pieces are of use; None for new ones."""
+        """``hints``: of how long pieces are of use; None for new ones. ``quota``: share of a tenant in each tier."""
         self._tables = tables
         self._model = model
-        groups, self._main = tables.spec.groups, tables.spec.main
-        self._full = [index for index, group in enumerate(groups) if group.visible is None]
+        self._main, self._full = tables.spec.main, tables.spec.full
         self.rules = HitRules(tables.spec)
         self._entries: dict[bytes, Entry] = {}
         self._of_block: dict[Block, Entry] = {}
         self._children: dict[bytes, int] = {}
         self.hints = make_hints(tables, host) if hints is None else hints
-        self.idle = IdleBlocks(groups, self._entries, self._children, self._of_block, self.hints)
+        shares = TenantShares(None if quota is None else lambda: quota * tables.arena.goal_nbytes)
+        self.idle = IdleBlocks(tables.spec, self._entries, self._children, self._of_block, self.hints, shares)
         self.checkpoints = Checkpoints(tables, self.idle.serials, self.hints)
         tables.store.on_lone = self.idle.fell_idle
+        tables.store.on_change = self.idle.recount
         tables.store.host = host
         if host is not None:
             host.hints = self.hints
+            if quota is not None:
+                host.divide(quota)
         self.host = None if host is None else HostTraffic(self, tables, host, disk)
         self._published: dict[str, tuple[int, bytes]] = {}  # request -> blocks filed, key of the last
         self.reset_counters()
@@ -99,7 +104,7 @@ class PrefixCache:
 
     def _lookup_with_states(self, tokens: list[int], salt: str, floor: int, limit: int) -> Hit:
         pieces = [(key, self.cached(key, piece)) for key, _, piece in self.pieces(tokens, salt, limit)]
-        has_states = [True, *(key in self.checkpoints for key, _ in pieces)]  # for each number of pieces
+        has_states = [True, *(self.checkpoints.serves(key, floor) for key, _ in pieces)]  # for each number of pieces
         found = self.rules.longest((blocks for _, blocks in pieces), len(tokens), floor)
         num_cached = piece_of(self._main, len(found) - 1).stop if found else 0
         while not has_states[len(found)]:
@@ -138,8 +143,8 @@ class PrefixCache:
 
     # ---- filing
 
-    def publish(self, request_id: str, tokens: list[int], salt: str, num_computed: int) -> None:
-        """Files the blocks of a request that are full and computed and not filed yet."""
+    def publish(self, request_id: str, tokens: list[int], salt: str, num_computed: int, tenant: str = "") -> None:
+        """Files the blocks of a request of ``tenant`` that are full and computed and not filed yet."""
         filed, key = self._published.get(request_id, (0, b""))
         num_pieces = self._num_pieces(num_computed)
         if filed >= num_pieces:
@@ -148,11 +153,17 @@ class PrefixCache:
         for index in range(filed, num_pieces):
             piece = tokens[piece_of(self._main, index)]
             parent, key = key, _extend(key, piece)
-            self.file(key, parent, array("q", piece), [group.piece(request_id, index) for group in self._tables.groups])
+            blocks = [group.piece(request_id, index) for group in self._tables.groups]
+            self.file(key, parent, array("q", piece), blocks, tenant)
             self._published[request_id] = (index + 1, key)
 
-    def file(self, key: bytes, parent: bytes, tokens: array[int], blocks: Sequence[Block | None]) -> None:
-        """Files blocks of one piece, where they are worth more than those that are filed for it; None: given back."""
+    def file(
+        self, key: bytes, parent: bytes, tokens: array[int], blocks: Sequence[Block | None], tenant: str = ""
+    ) -> None:
+        """Files blocks of one piece, where they are worth more than those that are filed for it; None: given back.
+
+        ``tenant``: whose share they count in, if none are filed.
+        """
         entry = self._entries.get(key)
         if entry is not None and entry.tokens != tokens:
             return
@@ -162,10 +173,11 @@ class PrefixCache:
         if not better:
             return
         if entry is None:
-            entry = self._entries[key] = Entry(key, [None] * len(blocks), tokens, parent, [0] * len(blocks))
+            entry = self._entries[key] = Entry(key, [None] * len(blocks), tokens, parent, [0] * len(blocks), tenant)
             self._children[parent] = self._children.get(parent, 0) + 1
         for block in better:
             self._put(entry, block)
+        self.idle.count(entry)
         if self.host is not None:
             self.host.filed(key)
 
@@ -232,7 +244,15 @@ class PrefixCache:
         self._published.pop(request_id, None)
         self.checkpoints.end(request_id, self._entries)
 
-    # ---- giving up
+    # ---- stepping down and giving up
+
+    def coldest(self, number: int) -> list[Block]:
+        """The first ``number`` idle blocks, and slots of checkpoints, to step down, the widest first.
+
+        Of equal ones the least recently used.
+        """
+        found = self.idle.coldest(number) + self.checkpoints.coldest(number)
+        return [block for *_, block in sorted(found, key=lambda each: each[:2])[:number]]
 
     def evict(self) -> bool:
         """Gives up what was used least recently and no request holds: a checkpoint, a block in a window, or all blocks
@@ -256,7 +276,8 @@ class PrefixCache:
 
     def _precedes(self, checkpoint: StateCheckpoint, found: Exit) -> bool:
         """Whether a checkpoint makes room before what is ``found`` of the blocks: nothing follows it."""
-        return (self.hints.rank(checkpoint.key), False, checkpoint.since) < (*found.order, found.since)
+        order = self.hints.rank(checkpoint.key), False, checkpoint.since
+        return not found.is_over and order < (*found.order, found.since)
 
     def purge(self, blocks: Collection[Block]) -> None:
         """Takes out entries of blocks whose values are not trusted, and copies of them."""
@@ -292,6 +313,7 @@ class PrefixCache:
     def _remove(self, entry: Entry) -> None:
         """Takes an entry out, all blocks that it has, and its checkpoint."""
         del self._entries[entry.key]
+        self.idle.uncount(entry)
         self.checkpoints.lose(entry.key)
         if self.host is None:
             self.hints.forget(entry.key)
@@ -311,6 +333,7 @@ class PrefixCache:
         assert block is not None
         del self._of_block[block]
         entry.blocks[index] = None
+        self.idle.count(entry)
         self._tables.store.drop(block)
         if not any(entry.blocks):
             self._remove(entry)

@@ -34,14 +34,6 @@ def make_tables(spec: KVSpec, nbytes: int, granule: int = 1) -> BlockTables:
     return BlockTables(make_arena(spec, nbytes, granule), spec)
 
 
-def capacity(spec: KVSpec, nbytes: int, rung: int, context: int) -> int:
-    """Tokens of one request of a model with ``context`` that fits alone on ``rung`` in ``nbytes``.
-
-    Raises ``CapacityError`` as ``make_tables``.
-    """
-    return make_tables(spec, nbytes).max_tokens(rung, context=context)
-
-
 def make_arena(spec: KVSpec, nbytes: int, granule: int = 1) -> Arena:
     """An arena for blocks of ``spec`` in ``nbytes``, aligned, with the slabs that waste least.
 
@@ -70,7 +62,7 @@ def _align(spec: KVSpec) -> int:
 def _slab_sizes(spec: KVSpec) -> set[int]:
     """Bytes of the slots that lie in slabs: all but those of the main group's blocks on the widest rung."""
     rungs = {rung.nbytes for group in spec.groups for rung in group.rungs}
-    slots = {slot.nbytes for group in spec.groups for slot in group.slots}
+    slots = {size for group in spec.groups for slot in group.slots for size in slot.sizes}
     return (rungs | slots) - {spec.main.widest.nbytes}
 
 
@@ -81,7 +73,7 @@ def _slabs(spec: KVSpec) -> list[int]:
     """
     block, align, in_slabs = spec.main.widest.nbytes, _align(spec), _slab_sizes(spec)
     most = max(MAX_SLAB_BLOCKS * max(group.widest.nbytes for group in spec.groups), *in_slabs)
-    first = [group.rungs[1].nbytes for group in spec.groups if len(group.rungs) > 1 and group.widest.nbytes == block]
+    first = [chain.sizes[1] for chain in spec.chains if len(chain.sizes) > 1 and chain.sizes[0] == block]
     sizes = (
         -(-number * size // align) * align
         for size in in_slabs | {block}
@@ -91,8 +83,7 @@ def _slabs(spec: KVSpec) -> list[int]:
 
 
 def _reserve(spec: KVSpec, slab: int) -> int:
-    rungs = [[rung.nbytes for rung in group.rungs] for group in spec.groups]
-    return reserve_nbytes(rungs, spec.main.widest.nbytes, slab)
+    return reserve_nbytes([chain.sizes for chain in spec.chains], spec.main.widest.nbytes, slab)
 
 
 def least_with(spec: KVSpec, slab: int) -> int:
@@ -117,6 +108,7 @@ def _expected_loss(spec: KVSpec, slab: int, nbytes: int) -> float:
     halves = sum(slab - slab // (slab // size) for size in _slab_sizes(spec)) / 2
     sizes = [rung.nbytes for group in spec.groups for rung in group.rungs[1:]]
     sizes += [group.widest.nbytes for group in spec.groups if group.widest.nbytes != spec.main.widest.nbytes]
-    sizes += {slot.nbytes for group in spec.groups for slot in group.slots if slot.is_state} & _slab_sizes(spec)
+    states = (slot for group in spec.groups for slot in group.slots if slot.is_state)
+    sizes += {size for slot in states for size in slot.sizes} & _slab_sizes(spec)
     rests = [1 - slab // size * size / slab for size in sizes]
     return _reserve(spec, slab) + halves + nbytes * sum(rests) / max(1, len(rests))

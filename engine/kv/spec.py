@@ -28,6 +28,7 @@ class RequestSlot(NamedTuple):
     ``num_tokens``: the request's first tokens that the slot holds, 0 for one that holds none; a group with a window
     gives it back when they are out of sight. ``nbytes``: a multiple of 16. ``num_elements``: KV elements, 0 for
     metadata and states. ``is_state``: it is the state of a layer without KV, which each token of the request rewrites.
+    ``rungs``: of a state, widest first, the first of ``nbytes``; none for a slot that can only stay as it is.
     """
 
     name: str
@@ -35,6 +36,19 @@ class RequestSlot(NamedTuple):
     nbytes: int
     num_elements: int
     is_state: bool = False
+    rungs: tuple[RungSize, ...] = ()
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of the slot on each of its rungs, widest first."""
+        return tuple(rung.nbytes for rung in self.rungs) or (self.nbytes,)
+
+
+class Chain(NamedTuple):
+    """Sizes that blocks, or states, step down through, widest first; for each rung of the ladder the index of one."""
+
+    sizes: tuple[int, ...]
+    floors: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -44,7 +58,10 @@ class GroupSpec:
     ``floors``: for each rung of the ladder the group's own one. At most one of the ``slots`` holds tokens, and it comes
     first; states come next, a bank last. Blocks in the ``recent`` window of a request stay on the first rung.
     ``visible``: tokens that a token sees, itself included; None for all before it. ``num_windows``: windows of a
-    request after its prompt that add a pattern to its bank. ``align``: bytes that slabs are a multiple of. Raises
+    request after its prompt that add a pattern to its bank. ``align``: bytes that slabs are a multiple of.
+    ``state_floors``: for each rung of the ladder that of a state, of those that step down; none where they do not.
+
+    Slots stand on rungs below zero, each on its own ones, of which the last is the narrowest; see ``slot_rung``. Raises
     ``ValueError`` for parts that do not go together.
     """
 
@@ -58,12 +75,16 @@ class GroupSpec:
     has_bank: bool = False
     num_windows: int = 0
     align: int = 1
+    state_floors: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.floors[0] != 0 or self.floors[-1] != len(self.rungs) - 1 or list(self.floors) != sorted(self.floors):
             raise ValueError(f"floors {self.floors} of {len(self.rungs)} rungs")
         if self.visible is not None and (self.visible < 1 or self.has_bank or self.recent.part):
             raise ValueError("a group with a window has a bank, or a recent window by ratio")
+        steps = {len(slot.rungs) for slot in self.slots if slot.is_state}
+        if self.state_floors and (steps != {self.state_floors[-1] + 1} or len(self.state_floors) != len(self.floors)):
+            raise ValueError(f"floors {self.state_floors} of states on {steps} rungs")
 
     @property
     def widest(self) -> RungSize:
@@ -72,7 +93,73 @@ class GroupSpec:
 
     def nbytes(self, rung: int) -> int:
         """Bytes of a block on ``rung``, or of a request's slot, whose rung is negative as in ``Block.rung``."""
-        return self.rungs[rung].nbytes if rung >= 0 else self.slots[-1 - rung].nbytes
+        if rung >= 0:
+            return self.rungs[rung].nbytes
+        slot, step = self.place(rung)
+        return self.slots[slot].sizes[step]
+
+    def rung(self, number: int) -> RungSize:
+        """The rung of a block or a state that steps down, by its number as in ``Block.rung``."""
+        if number >= 0:
+            return self.rungs[number]
+        slot, step = self.place(number)
+        return self.slots[slot].rungs[step]
+
+    def name_of(self, rung: int) -> str:
+        """The name of a block's or a state's rung, or of a slot that has none."""
+        if rung >= 0:
+            return self.rungs[rung].name
+        slot, step = self.place(rung)
+        return self.slots[slot].rungs[step].name if self.slots[slot].rungs else self.slots[slot].name
+
+    @cached_property
+    def _places(self) -> tuple[tuple[int, int], ...]:
+        """Of each rung below zero, from -1 on, the slot, and the steps below its widest rung."""
+        return tuple((i, step) for i, slot in enumerate(self.slots) for step in reversed(range(len(slot.sizes))))
+
+    @property
+    def slot_rungs(self) -> range:
+        """All rungs of slots."""
+        return range(-len(self._places), 0)
+
+    def place(self, rung: int) -> tuple[int, int]:
+        """The slot that stands on a rung below zero, by its index, and how many steps it is below its widest one."""
+        return self._places[-1 - rung]
+
+    def slot_of(self, rung: int) -> RequestSlot:
+        """The slot that stands on a rung below zero."""
+        return self.slots[self.place(rung)[0]]
+
+    def step_of(self, rung: int) -> int:
+        """How many steps a block or a slot on ``rung`` is below its widest one."""
+        return rung if rung >= 0 else self.place(rung)[1]
+
+    def narrowest(self, rung: int) -> int:
+        """The narrowest rung of a block, or of the slot, that stands on ``rung``."""
+        return len(self.rungs) - 1 if rung >= 0 else rung + len(self.slot_of(rung).sizes) - 1 - self.step_of(rung)
+
+    @cached_property
+    def widest_rungs(self) -> tuple[int, ...]:
+        """The widest rung of each slot."""
+        return tuple(-1 - place for place, (_, step) in enumerate(self._places) if not step)
+
+    def slot_floors(self, floor: int) -> tuple[int, ...]:
+        """The narrowest rung of each slot of a request, whose ``floor`` is one of the ladder; blocks' for a sink."""
+        below, own = self.state_floors[floor] if self.state_floors else 0, self.floors[floor]
+        pairs = zip(self.slots, self.widest_rungs, strict=True)
+        return tuple(widest + below if slot.is_state else own for slot, widest in pairs)
+
+    def slot_sizes(self, rung: int) -> list[int]:
+        """Bytes of a request's slots when it stands on ``rung`` of the ladder."""
+        below = self.state_floors[rung] if self.state_floors else 0
+        return [slot.sizes[below if slot.is_state else 0] for slot in self.slots]
+
+    @cached_property
+    def chains(self) -> tuple[Chain, ...]:
+        """The chain of the blocks, then one for all states of equal sizes that step down."""
+        states = dict.fromkeys(slot.sizes for slot in self.slots if slot.is_state and self.state_floors)
+        blocks = Chain(tuple(rung.nbytes for rung in self.rungs), self.floors)
+        return blocks, *(Chain(sizes, self.state_floors) for sizes in states)
 
     @cached_property
     def sink(self) -> int:
@@ -167,6 +254,11 @@ class KVSpec:
         """The group whose dense blocks lie side by side: the first without a window, or else the first."""
         return next((group for group in self.groups if group.visible is None), self.groups[0])
 
+    @cached_property
+    def full(self) -> tuple[int, ...]:
+        """Indices of the groups whose tokens see all that came before."""
+        return tuple(index for index, group in enumerate(self.groups) if group.visible is None)
+
     @property
     def num_rungs(self) -> int:
         """Rungs of the ladder."""
@@ -181,6 +273,11 @@ class KVSpec:
     def sink(self) -> int:
         """Tokens of a request before its blocks."""
         return self.main.sink
+
+    @cached_property
+    def chains(self) -> tuple[Chain, ...]:
+        """All that steps down, group by group."""
+        return tuple(chain for group in self.groups for chain in group.chains)
 
     @cached_property
     def has_states(self) -> bool:

@@ -30,6 +30,7 @@ class BlockStore:
         self.waves: list[list[Move]] = []
         self.holes: dict[int, tuple[int, int]] = {}  # addresses of the arena's hole, by the number of waves before
         self.on_lone: Callable[[Block], None] | None = None  # called with each block left with one owner
+        self.on_change: Callable[[Block], None] | None = None  # with each such block that steps down or gets another
         self.host: HostTier | None = None  # whose copies go with the moves
         self.num_demotions: Counter[tuple[str, str]] = Counter()  # of requests' blocks, by names of rungs
         self.num_idle_demotions: Counter[tuple[str, str]] = Counter()  # of blocks that no request holds
@@ -52,7 +53,7 @@ class BlockStore:
 
     def new_idle_block(self, group: GroupTables, rung: int) -> Block:
         """A block of ``group`` whose owner is no request. Raises ``ArenaError`` without room."""
-        return self._make(group, rung, len(group.spec.rungs) - 1, [])
+        return self._make(group, rung, group.spec.narrowest(rung), [])
 
     def _make(self, group: GroupTables, rung: int, floor: int, holders: list[int], bank: Bank | None = None) -> Block:
         size = group.sizes[rung]
@@ -66,6 +67,12 @@ class BlockStore:
         self.note_hole()
         group.made(block)
         return block
+
+    def share(self, block: Block) -> None:
+        """Gives ``block`` one owner more."""
+        block.refs += 1
+        if block.refs == 2 and self.on_change is not None:
+            self.on_change(block)
 
     def drop(self, block: Block) -> None:
         """Takes one owner from ``block``; without owners it is freed. Raises ``ArenaError`` for a dead block."""
@@ -89,7 +96,8 @@ class BlockStore:
     def demote(self, steps: Iterable[tuple[Block, int]]) -> int:
         """Lets each block step down to its rung, in one wave if there is room; returns how many did.
 
-        A block whose rung has no slot goes to the next one that has, at most to its floor, or stays where it is.
+        A block whose rung has no slot goes to the next one that has, at most to its floor, or stays where it is. A
+        state is a block here; the bytes of one that nobody has written yet are not moved.
         """
         wave, done = list[Move](), 0
         for block, wanted in steps:
@@ -100,26 +108,32 @@ class BlockStore:
                     break
             else:
                 continue
-            wave.append(Move.down(block, slot, rung))
-            rungs, old = group.spec.rungs, block.rung
+            if block.rung < 0 and block.slot in self._fresh:
+                del self._fresh[block.slot]
+                self._fresh[slot] = None
+            else:
+                wave.append(Move.down(block, slot, rung))
+            old = block.rung
             demotions = self.num_demotions if block.holders else self.num_idle_demotions
-            demotions[rungs[old].name, rungs[rung].name] += 1
+            demotions[group.spec.name_of(old), group.spec.name_of(rung)] += 1
             # The old slot stays allocated until the wave ends, so that nothing in the wave is written over it.
             self._owner.pop(block.slot)
             self._retiring.append(block.slot)
             self._owner[slot] = block
             block.slot, block.rung = slot, rung
             group.stepped_down(block, old)
+            if block.refs == 1 and self.on_change is not None:
+                self.on_change(block)
             done += 1
         self._end_wave(wave)
         return done
 
     def copy(self, sources: Sequence[Block], targets: Sequence[Block]) -> None:
-        """Has the bytes of each of ``sources`` copied to the target of equal size, in a wave."""
+        """Has the bytes of each of ``sources`` copied to its target, of equal size or on a narrower rung, in a wave."""
         for block in targets:
             self._fresh.pop(block.slot, None)  # they are written in full
         pairs = zip(sources, targets, strict=True)
-        self._end_wave([Move(b, a.slot.address, b.slot.address, b.rung, b.rung) for a, b in pairs])
+        self._end_wave([Move(b, a.slot.address, b.slot.address, a.rung, b.rung) for a, b in pairs])
 
     def resize(self, nbytes: int) -> None:
         """Has at most ``nbytes`` of memory held: more at once, less as far as ``shrink`` takes it."""

@@ -53,7 +53,7 @@ class BlockTables:
             dense, narrow = group.split(num_tokens, group.floors[rung])
             demand[tables.sizes[0]] += dense
             demand[tables.sizes[group.floors[rung]]] += narrow
-            demand.update(slot.nbytes for slot in group.slots)
+            demand.update(group.slot_sizes(rung))
         return demand
 
     def fits(self, demand: Mapping[int, int], share: float = 1.0) -> bool:
@@ -79,8 +79,8 @@ class BlockTables:
         """Bytes to keep for demotions while requests with ``floors``, each named once, hold blocks."""
         key = frozenset(floors)
         if key not in self._reserves:
-            used = [len({group.floors[floor] for floor in key} - {0}) for group in self.spec.groups]
-            sizes = [[rung.nbytes for rung in group.rungs] for group in self.spec.groups]
+            used = [len({chain.floors[floor] for floor in key} - {0}) for chain in self.spec.chains]
+            sizes = [chain.sizes for chain in self.spec.chains]
             most = reserve_nbytes(sizes, self.arena.block_nbytes, self.arena.slab_nbytes, used) if max(used) > 1 else 0
             self._reserves[key] = max(self._least_reserve, most)
         return self._reserves[key]
@@ -150,6 +150,10 @@ class BlockTables:
             group.add_blocks(request_id, number)
         return True
 
+    def begin_narrower(self, request_id: str) -> bool:
+        """Has the states of a request that has none yet begin a rung lower; ``False`` if it allows none."""
+        return any(group.begin_narrower(request_id) for group in self.groups if group.spec.state_floors)
+
     def held(self, request_id: str) -> int:
         """Tokens that a request's blocks have room for, which are equally many in each group."""
         return self.main.held(request_id)
@@ -163,8 +167,9 @@ class BlockTables:
         """Slots by size of ``number`` blocks in each group, and of the slots that a request lacks."""
         wanted = self.dense(number) if number else {}
         for group in self.groups:
-            for slot in group.missing_slots(request_id):
-                wanted[slot.nbytes] = wanted.get(slot.nbytes, 0) + 1  # beside blocks of the same size
+            for rung in group.missing_slots(request_id):
+                size = group.sizes[rung]
+                wanted[size] = wanted.get(size, 0) + 1  # beside blocks of the same size
         return wanted
 
     def wanted(self, request_id: str, num_tokens: int, spare: int = 0) -> dict[int, int]:

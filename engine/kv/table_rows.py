@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from ..table_words import RUNG_BITS
 from .block import Block, BlockTable, Journal, slot_rung
 from .group import GroupTables
+from .spec import GroupSpec
 from .table import BlockTables
 
 SECTION_ALIGN = 16  # words: sections begin on a cache line
@@ -123,7 +124,7 @@ class TableRows:
             assert group.journal is not None
             journal, group.journal = group.journal, Journal()
             for block in journal.blocks:
-                self._changes += section.base + block.number, _word(block)
+                self._changes += section.base + block.number, _word(block, group.spec)
             for request_id in journal.grown:
                 row = self._rows.get(request_id)
                 if row is not None and self._is_current(request_id, row):
@@ -202,5 +203,6 @@ class TableRows:
         row.num_entries[group.index] = end
 
 
-def _word(block: Block) -> int:
-    return block.slot.address << RUNG_BITS | max(0, block.rung)
+def _word(block: Block, spec: GroupSpec) -> int:
+    """The address of a block or a slot, and how far it has stepped down."""
+    return block.slot.address << RUNG_BITS | spec.step_of(block.rung)

@@ -45,12 +45,13 @@ class StoredBlock(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """A record that is to be written; ``key`` and ``parent`` are digests already."""
+    """A record that is to be written; ``key`` and ``parent`` are digests already. ``tenant``: whom it counts for."""
 
     key: bytes
     parent: bytes
     tokens: bytes
     blocks: Sequence[StoredBlock]
+    tenant: str | None = None
 
 
 class _Tip(NamedTuple):
@@ -189,7 +190,7 @@ class SegmentLog:
         self._written.append(piece)
         self._table_nbytes += entry_nbytes(piece)
         with self._lock:
-            self._index.add(piece)
+            self._index.add(piece, draft.tenant)
             self._counters["num_written"] += 1
             self._counters["written_nbytes"] += record.end - record.offset
 
@@ -272,8 +273,15 @@ class SegmentLog:
         return self.nbytes - (0 if self._tip is None else self._sizes[self._tip.number])
 
     def _victim(self) -> int | None:
-        """The segment to be given up next; never the tip, which is the newest."""
-        return min(self._sizes, key=lambda number: (number not in self._unusable, number), default=None)
+        """The segment to be given up next, never the tip: an unusable one, or the oldest.
+
+        Of those that have records of tenants over their share, if there are such.
+        """
+        with self._lock:
+            over = self._index.segments_over()
+        tip = None if self._tip is None else self._tip.number
+        numbers = (number for number in self._sizes if number != tip)
+        return min(numbers, key=lambda n: (n not in self._unusable, bool(over) and n not in over, n), default=None)
 
     def _give_up(self, number: int) -> None:
         """Deletes a segment, which nobody finds any more by then."""
@@ -283,11 +291,11 @@ class SegmentLog:
         self._forget(number)
 
     def _hand_on(self, number: int, room: int) -> int:
-        """Appends used records of a segment again, the first ones, in ``room`` bytes; returns how many it took."""
+        """Appends records of a segment again, the first ones, in ``room`` bytes; returns how many it took."""
         with self._lock:
-            used = self._index.used_of(number)
+            pieces = self._index.handed_on(number)
         taken = 0
-        for piece in used:
+        for piece in pieces:
             if taken + piece.nbytes > room:
                 break
             draft = self._read_again(piece)
@@ -314,7 +322,9 @@ class SegmentLog:
         except (OSError, StoreError) as error:
             self.complain(piece.segment, error)
             return None
-        return Draft(header.key, header.parent, header.tokens, blocks)
+        with self._lock:
+            tenant = self._index.tenant_of(piece.key)
+        return Draft(header.key, header.parent, header.tokens, blocks, tenant)
 
 
 def _write_or_cut(fd: int, pieces: Sequence[memoryview], offset: int) -> None:

@@ -19,6 +19,7 @@ import msgspec
 
 from ..closable import Closable
 from ..errors import ConfigError, StoreError
+from ..kv.shares import TenantShares
 from ..sizes import format_least
 from .contents import most_contents_nbytes
 from .folder import OPTION, SIZE_OPTION, StoreFolder
@@ -43,12 +44,13 @@ CLOSE_SECONDS = 30.0  # for what waits to be written
 class Piece(NamedTuple):
     """Tokens whose blocks are stored together, and where they stand: the prefix cache's key of the last token.
 
-    ``parent``: the key of the piece before; that of no tokens for the first.
+    ``parent``: the key of the piece before; that of no tokens for the first. ``tenant``: who asks.
     """
 
     key: bytes
     parent: bytes
     tokens: Sequence[int]
+    tenant: str = ""
 
 
 class KVStoreStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,15 +105,18 @@ class KVStore(Closable):
         *,
         max_queued_nbytes: int = MAX_QUEUED_NBYTES,
         read_only: bool = False,
+        quota: float | None = None,
     ):
         """``max_nbytes``: the most bytes of all segments. ``max_queued_nbytes``: of blocks that wait to be written.
 
+        ``quota``: share of a tenant in ``max_nbytes``; records of tenants over theirs make room first. None for none.
         Raises ``ConfigError`` for a folder that cannot be used, and for a limit in which too few blocks fit.
         """
         self._namespace, self._digest = namespace, namespace.digest()
         limits = limits_of(max_nbytes, namespace)
         self._max_nbytes = max_nbytes
-        self._lock, self._counters, self._index = Lock(), Counter[str](), PieceIndex()
+        shares = TenantShares(None if quota is None else lambda: quota * max_nbytes)
+        self._lock, self._counters, self._index = Lock(), Counter[str](), PieceIndex(shares)
         self._refreshing = Lock()
         self._pending: set[bytes] = set()
         self._problem = ""
@@ -163,6 +168,7 @@ class KVStore(Closable):
             return False
         with self._lock:
             self._index.use(stored.key)
+            self._index.own(stored.key, piece.tenant)
             self._counters["num_read"] += 1
             self._counters["read_nbytes"] += sum(sizes)
         return True
@@ -198,13 +204,14 @@ class KVStore(Closable):
             rungs = {block.group: block.rung for block in blocks}
             if key in self._pending or (known is not None and not known.lacks(rungs)):
                 self._index.use(key)
+                self._index.own(key, piece.tenant)
                 self._counters["num_known"] += 1
                 return False
             if self._writer is None or self._problem or self._is_closed:
                 self._counters["num_dropped"] += 1
                 return False
             self._pending.add(key)
-        draft = Draft(key, self._key(piece.parent), pack_tokens(piece.tokens), blocks)
+        draft = Draft(key, self._key(piece.parent), pack_tokens(piece.tokens), blocks, piece.tenant)
         is_taken = self._writer.put(
             WriterJob(sum(len(block.data) for block in blocks), lambda: self._write(draft, done))
         )

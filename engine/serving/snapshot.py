@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from ..device.cache import total_nbytes
 from ..device.host_disk import HostDisk
+from ..device.per_token import per_token
 from ..kv.host_tier import HostTier
 from ..kv.manager import KVManager
 from ..metrics import EngineStats
@@ -21,7 +22,9 @@ def take_snapshot(started: Started) -> EngineStats:
     peak, fullest, ladder = cache.peak, cache.fullest, started.ladder
     held = total_nbytes(fullest) - fullest["state"]  # of KV
     widest_tokens, floor_tokens = cache.capacity
+    bits = {name: per_token(ladder, rung, started.max_model_len).bits for rung, name in enumerate(ladder.names)}
     blocks = cache.blocks_by_group()
+    groups = list(zip(ladder.groups, blocks, strict=True)) if len(blocks) > 1 else []
     idle = space.prefix.idle_nbytes if space.prefix else 0
     host = None if space.prefix is None or space.prefix.host is None else space.prefix.host.tier
     return EngineStats(
@@ -61,13 +64,16 @@ def take_snapshot(started: Started) -> EngineStats:
         kv_bytes_meta=peak["meta"],
         kv_bytes_dense=peak["dense"],
         kv_bytes_state=peak["state"],
-        kv_rungs={name: ladder.effective_bits(rung) for rung, name in enumerate(ladder.names)},
+        kv_rungs=bits,
         kv_blocks=dict(sum(blocks, Counter())),
-        kv_group_blocks=tuple(dict(each) for each in blocks) if len(blocks) > 1 else (),
+        kv_states=dict(cache.states_by_format()),
+        kv_group_blocks=tuple(dict(found) for _, found in groups),
+        kv_group_bytes=tuple(sum(r.block_nbytes * found[r.name] for r in group.rungs) for group, found in groups),
+        kv_group_windows=tuple(group.visible for group, _ in groups),
         kv_tokens_capacity=widest_tokens,
         kv_tokens_floor=floor_tokens,
         basis_miss=core.basis_watch.read() if core.basis_watch else None,
-        effective_bits=8 * held / fullest["elements"] if held else ladder.effective_bits(0),
+        effective_bits=8 * held / fullest["elements"] if held else bits[ladder.names[0]],
         **({} if host is None else _host_figures(host, started.num_ranks)),
         **({} if started.disk is None else _store_figures(started.disk, space)),
     )

@@ -236,4 +236,5 @@ class Submission:
             blocks.update(kv.blocks)
         lowest = min([kv.lowest_bits for kv in kvs if kv.lowest_bits is not None], default=None)
         cached = max([kv.cached_tokens for kv in kvs], key=lambda tokens: sum(tokens.values()), default={})
-        return KVUsage(dict(blocks), lowest, cached, max([kv.stored_tokens for kv in kvs], default=0))
+        states = sum((Counter(kv.states) for kv in kvs), Counter[str]())
+        return KVUsage(dict(blocks), lowest, cached, max([kv.stored_tokens for kv in kvs], default=0), dict(states))

@@ -13,6 +13,7 @@ from torch import Tensor
 from . import reference
 from .formats import STATE_FORMATS, StateFormat
 from .state import DeltaWeights, StateSpec, StateViews
+from .step_down import narrow_states
 
 
 def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -27,4 +28,4 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     return reference.gated_rms_norm(x, z, weight, eps)
 
 
-__all__ = ["STATE_FORMATS", "DeltaWeights", "StateFormat", "StateSpec", "StateViews", "gated_rms_norm"]
+__all__ = ["STATE_FORMATS", "DeltaWeights", "StateFormat", "StateSpec", "StateViews", "gated_rms_norm", "narrow_states"]

@@ -5,53 +5,57 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .format_kernels import load_tile, store_tile
+from .format_kernels import conv_of, load_state, store_state
 from .step_kernels import load_unit, log_kept, silu
 
 
 @triton.jit
 def conv_chunk_kernel(
-    memory_ptr, x_ptr, weight_ptr, addresses_ptr, items_ptr, chunks_ptr, out_ptr, stride_x,
-    C: tl.constexpr, W: tl.constexpr, CONV: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+    memory_ptr, x_ptr, weight_ptr, words_ptr, items_ptr, chunks_ptr, out_ptr, stride_x,
+    C: tl.constexpr, W: tl.constexpr, CONVS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The short convolution of a tile of channels in one chunk.
+    """The short convolution of a tile of channels in one chunk, ROWS tokens at a time.
 
-    Shapes:  x [N, C], rows ``stride_x`` apart;  weight [C, W];  addresses [I];  items [I, 4];  chunks [M, 3];
-             out [N, C];  conv, ``CONV`` bytes into a state: [C, W - 1]
+    Shapes:  x [N, C], rows ``stride_x`` apart;  weight [C, W];  words [I];  items [I, 4];  chunks [M, 3];
+             out [N, C];  conv, ``CONVS`` bytes into a state: [C, W - 1]
     Grid:    (M * cdiv(C, TILE),)
     """
     TILES: tl.constexpr = (C + TILE - 1) // TILE
     p_chunk = chunks_ptr + tl.program_id(0) // TILES * 3
     o_c = tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)
+    m_c = o_c < C
+    weights = ()
+    for i in tl.static_range(W):
+        weights += (tl.load(weight_ptr + o_c * W + i, mask=m_c, other=0.0).to(tl.float32),)  # type: ignore[assignment]
     first, number, item = tl.load(p_chunk), tl.load(p_chunk + 1), tl.load(p_chunk + 2)
     begin, is_first = tl.load(items_ptr + item * 4), tl.load(items_ptr + item * 4 + 2)
-    p_state = memory_ptr + tl.multiple_of(tl.load(addresses_ptr + item), 16) + CONV
+    p_state = conv_of(memory_ptr, tl.load(words_ptr + item), CONVS)
     p_conv = p_state.to(tl.pointer_type(x_ptr.dtype.element_ty)) + o_c[None, :] * (W - 1)
-    o_t = tl.arange(0, CHUNK)
-    m_x = (o_t < number)[:, None] & (o_c < C)[None, :]
-    b_sum = tl.zeros([CHUNK, TILE], dtype=tl.float32)
-    for i in tl.static_range(W):
-        o_row = first + o_t + (i - W + 1)
-        m_here = ((o_t < number) & (o_row >= begin))[:, None] & (o_c < C)[None, :]
-        p_x = x_ptr + o_row.to(tl.int64)[:, None] * stride_x + o_c[None, :]
-        b_x = tl.load(p_x, mask=m_here, other=0.0).to(tl.float32)
-        if first == begin and is_first == 0 and i < W - 1:
-            m_old = ((o_t < number) & (o_row < begin))[:, None] & (o_c < C)[None, :]
-            b_x += tl.load(p_conv + (o_row - begin + (W - 1))[:, None], mask=m_old, other=0.0).to(tl.float32)
-        b_weight = tl.load(weight_ptr + o_c * W + i, mask=o_c < C, other=0.0).to(tl.float32)
-        b_sum += b_x * b_weight[None, :]
-    p_out = out_ptr + (first + o_t).to(tl.int64)[:, None] * C + o_c[None, :]
-    tl.store(p_out, silu(b_sum).to(out_ptr.dtype.element_ty), mask=m_x)
+    end = first + number
+    for start in range(first, end, ROWS):
+        o_t = start + tl.arange(0, ROWS)
+        b_sum = tl.zeros([ROWS, TILE], dtype=tl.float32)
+        for i in tl.static_range(W):
+            o_row = o_t + (i - W + 1)
+            m_here = ((o_t < end) & (o_row >= begin))[:, None] & m_c[None, :]
+            p_x = x_ptr + o_row.to(tl.int64)[:, None] * stride_x + o_c[None, :]
+            b_x = tl.load(p_x, mask=m_here, other=0.0).to(tl.float32)
+            if start == begin and is_first == 0 and i < W - 1:
+                m_old = ((o_t < end) & (o_row < begin))[:, None] & m_c[None, :]
+                b_x += tl.load(p_conv + (o_row - begin + (W - 1))[:, None], mask=m_old, other=0.0).to(tl.float32)
+            b_sum += b_x * weights[i][None, :]
+        p_out = out_ptr + o_t.to(tl.int64)[:, None] * C + o_c[None, :]
+        tl.store(p_out, silu(b_sum).to(out_ptr.dtype.element_ty), mask=(o_t < end)[:, None] & m_c[None, :])
 
 
 @triton.jit
 def conv_state_kernel(
-    memory_ptr, x_ptr, addresses_ptr, items_ptr, stride_x,
-    C: tl.constexpr, W: tl.constexpr, CONV: tl.constexpr, TILE: tl.constexpr,
+    memory_ptr, x_ptr, words_ptr, items_ptr, stride_x,
+    C: tl.constexpr, W: tl.constexpr, CONVS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The last inputs of a tile of channels become the convolution's state, once all chunks have read the old one.
 
-    Shapes:  x [N, C], rows ``stride_x`` apart;  addresses [I];  items [I, 4]
+    Shapes:  x [N, C], rows ``stride_x`` apart;  words [I];  items [I, 4]
     Grid:    (I * cdiv(C, TILE),)
     """
     TILES: tl.constexpr = (C + TILE - 1) // TILE
@@ -60,7 +64,7 @@ def conv_state_kernel(
     m_c = o_c < C
     p_item = items_ptr + item * 4
     first, number, is_first = tl.load(p_item), tl.load(p_item + 1), tl.load(p_item + 2)
-    p_state = memory_ptr + tl.multiple_of(tl.load(addresses_ptr + item), 16) + CONV
+    p_state = conv_of(memory_ptr, tl.load(words_ptr + item), CONVS)
     p_conv = p_state.to(tl.pointer_type(x_ptr.dtype.element_ty)) + o_c * (W - 1)
     for i in tl.static_range(W - 1):
         row = number + (i - W + 1)  # of the item's; those before it are later entries of the state than any written yet
@@ -87,6 +91,30 @@ def product(b_left, b_right, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def inverse(b_lower, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
+    """The inverse of I less a matrix [CHUNK, CHUNK] of zeros on and above its diagonal.
+
+    Blocks on the diagonal by forward substitution, side by side. With D, their inverses, and T = D times what is below
+    the blocks, of which the fourth power is 0, the whole is (I + T + T^2 + T^3) D.
+    """
+    SIDE: tl.constexpr = CHUNK // 4
+    o_b, o_s, o_t = tl.arange(0, 4), tl.arange(0, SIDE), tl.arange(0, CHUNK)
+    is_same = (o_b[:, None] == o_b[None, :])[:, None, :, None]
+    b_blocks = tl.sum(tl.where(is_same, tl.reshape(b_lower, (4, SIDE, 4, SIDE)), 0.0), 2)
+    for i in range(1, SIDE):  # rows before i are those of the inverse, but for its ones
+        b_row = tl.sum(tl.where((o_s == i)[None, :, None], b_blocks, 0.0), 1)
+        b_row += tl.sum(b_row[:, :, None] * b_blocks, 1)
+        b_blocks = tl.where((o_s == i)[None, :, None], b_row[:, None, :], b_blocks)
+    b_blocks = tl.where((o_s[:, None] == o_s[None, :])[None, :, :], 1.0, b_blocks)
+    b_d = tl.reshape(tl.where(is_same, b_blocks[:, :, None, :], 0.0), (CHUNK, CHUNK))
+    is_block = (o_t // SIDE)[:, None] == (o_t // SIDE)[None, :]
+    b_t = tl.dot(b_d, tl.where(is_block, 0.0, b_lower), input_precision=PRECISION)
+    b_powers = b_t + tl.dot(b_t, b_t, input_precision=PRECISION)
+    b_powers = b_t + tl.dot(b_t, b_powers, input_precision=PRECISION)
+    return b_d + tl.dot(b_powers, b_d, input_precision=PRECISION)
+
+
+@triton.jit
 def chunk_solve_kernel(
     x_ptr, b_ptr, a_ptr, decay_ptr, dt_bias_ptr, chunks_ptr, written_ptr, forgotten_ptr, stride_gate,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, CHUNK: tl.constexpr,
@@ -110,12 +138,8 @@ def chunk_solve_kernel(
     b_k = load_unit(p_k, m_t[:, None] & (o_k < DK)[None, :])
     is_lower = o_t[:, None] > o_t[None, :]
     b_decay = tl.exp(tl.where(is_lower, b_total[:, None] - b_total[None, :], -float("inf")))
-    b_rows = -b_beta[:, None] * tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION) * b_decay
-    for i in range(1, tl.minimum(number, CHUNK)):  # forward substitution: rows before i are those of the inverse
-        b_row = tl.sum(tl.where((o_t == i)[:, None], b_rows, 0.0), 0)
-        b_row += tl.sum(b_row[:, None] * b_rows, 0)
-        b_rows = tl.where((o_t == i)[:, None], b_row[None, :], b_rows)
-    b_rows = tl.where(o_t[:, None] == o_t[None, :], 1.0, b_rows)
+    b_lower = -b_beta[:, None] * tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION) * b_decay
+    b_rows = inverse(b_lower, CHUNK, PRECISION)
     b_forgotten = tl.dot(b_rows, b_k * (b_beta * tl.exp(b_total))[:, None], input_precision=PRECISION)
     p_forgotten = forgotten_ptr + ((i_m * HV + i_h) * CHUNK + o_t[:, None]) * DK + o_k[None, :]
     tl.store(p_forgotten, b_forgotten.to(forgotten_ptr.dtype.element_ty), mask=(o_k < DK)[None, :])
@@ -130,16 +154,16 @@ def chunk_solve_kernel(
 
 @triton.jit
 def chunk_scan_kernel(
-    memory_ptr, x_ptr, b_ptr, a_ptr, decay_ptr, dt_bias_ptr, addresses_ptr, items_ptr, written_ptr, forgotten_ptr,
+    memory_ptr, x_ptr, b_ptr, a_ptr, decay_ptr, dt_bias_ptr, words_ptr, items_ptr, written_ptr, forgotten_ptr,
     out_ptr, stride_gate,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
-    ELEMENT: tl.constexpr, SCALES: tl.constexpr, SHIFT: tl.constexpr,
+    FORMATS: tl.constexpr,
 ):  # fmt: skip
     """Some columns of one value head's state pass all chunks of a request, which read it and write it.
 
-    Shapes:  as in ``chunk_solve_kernel``;  addresses [I];  items [I, 4];  out [N, HV, DV]
-             recurrent: see ``load_tile``; it is rounded once, behind the last chunk
+    Shapes:  as in ``chunk_solve_kernel``;  words [I];  items [I, 4];  out [N, HV, DV]
+             recurrent: see ``load_state``; it is rounded once, behind the last chunk
     Grid:    (I * HV * cdiv(DV, BLOCK_V),)
     """
     TILES: tl.constexpr = (DV + BLOCK_V - 1) // BLOCK_V
@@ -150,9 +174,9 @@ def chunk_scan_kernel(
     p_item = items_ptr + item * 4
     first, number, is_first, i_m = tl.load(p_item), tl.load(p_item + 1), tl.load(p_item + 2), tl.load(p_item + 3)
     decay, dt_bias = tl.load(decay_ptr + i_h), tl.load(dt_bias_ptr + i_h)
-    p_slot = memory_ptr + tl.multiple_of(tl.load(addresses_ptr + item), 16)
+    word = tl.load(words_ptr + item)
     TYPE: tl.constexpr = x_ptr.dtype.element_ty
-    b_state = load_tile(p_slot, i_h, o_k, o_v, tl.where(is_first == 0, DK, 0), DV, DK, DV, ELEMENT, SCALES)
+    b_state = load_state(memory_ptr, word, i_h, o_k, o_v, tl.where(is_first == 0, DK, 0), DV, DK, DV, FORMATS)
     is_seen = o_t[:, None] >= o_t[None, :]
     for start in range(0, number, CHUNK):
         o_row, m_t = (first + start + o_t).to(tl.int64), start + o_t < number
@@ -163,13 +187,13 @@ def chunk_scan_kernel(
         b_new -= product(b_forgotten, b_state, PRECISION)
         p_q = x_ptr + o_row[:, None] * (2 * HK * DK + HV * DV) + i_h // (HV // HK) * DK + o_k[None, :]
         m_q = m_t[:, None] & m_k[None, :]
-        b_q, b_k = load_unit(p_q, m_q) * (DK**-0.5), load_unit(p_q + HK * DK, m_q)
-        b_scores = product(b_q.to(TYPE), tl.trans(b_k.to(TYPE)), PRECISION)
+        b_q, b_k = (load_unit(p_q, m_q) * (DK**-0.5)).to(TYPE), load_unit(p_q + HK * DK, m_q).to(TYPE)
+        b_scores = product(b_q, tl.trans(b_k), PRECISION)
         b_scores *= tl.exp(tl.where(is_seen, b_total[:, None] - b_total[None, :], -float("inf")))
-        b_out = product((b_q * tl.exp(b_total)[:, None]).to(TYPE), b_state, PRECISION)
+        b_out = product(b_q, b_state, PRECISION) * tl.exp(b_total)[:, None]
         b_out += product(b_scores.to(TYPE), b_new, PRECISION)
         p_out = out_ptr + (o_row[:, None] * HV + i_h) * DV + o_v[None, :]
         tl.store(p_out, b_out.to(out_ptr.dtype.element_ty), mask=m_t[:, None] & m_v[None, :])
-        b_kept = tl.trans((b_k * tl.exp(last - b_total)[:, None]).to(TYPE))
-        b_state = b_state * tl.exp(last) + product(b_kept, b_new, PRECISION)
-    store_tile(p_slot, b_state, i_h, o_k, o_v, DK, DV, DK, DV, ELEMENT, SCALES, SHIFT)
+        b_new *= tl.exp(last - b_total)[:, None]
+        b_state = b_state * tl.exp(last) + product(tl.trans(b_k), b_new, PRECISION)
+    store_state(memory_ptr, word, b_state, i_h, o_k, o_v, DK, DV, DK, DV, FORMATS)

@@ -5,9 +5,61 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from qkv_engine.table_words import RUNG_BITS
+
 from . import formats
 
+BITS, STEPS = tl.constexpr(RUNG_BITS), tl.constexpr((1 << RUNG_BITS) - 1)  # of a word
 LEVELS, LEAST = tl.constexpr(float(formats.LEVELS)), tl.constexpr(formats.LEAST)
+
+
+@triton.jit
+def slot_of(memory_ptr, word):
+    """Where the slot begins that a word of the block tables names."""
+    return memory_ptr + tl.multiple_of(word >> BITS, 16)
+
+
+@triton.jit
+def conv_of(memory_ptr, word, CONVS: tl.constexpr):
+    """Where the convolution's state begins: as many bytes into the slot as ``CONVS`` has for its format."""
+    offset = tl.zeros([], dtype=tl.int64) + CONVS[0]
+    for i in tl.static_range(1, len(CONVS)):
+        offset = tl.where((word & STEPS) == i, CONVS[i], offset)
+    return slot_of(memory_ptr, word) + tl.multiple_of(offset, 16)
+
+
+@triton.jit
+def load_state(
+    memory_ptr, word, i_h, o_k, o_v, num_k, num_v,
+    DK: tl.constexpr, DV: tl.constexpr, FORMATS: tl.constexpr,
+):  # fmt: skip
+    """``load_tile`` of the state that a word of the tables names, in its format, one of ``FORMATS``.
+
+    Of each: its type, the bytes before its scales, and what its codes are shorter by than those of 16 bits.
+    """
+    p_slot = slot_of(memory_ptr, word)
+    if len(FORMATS) == 1:
+        b_state = load_tile(p_slot, i_h, o_k, o_v, num_k, num_v, DK, DV, FORMATS[0][0], FORMATS[0][1])
+    else:
+        b_state = tl.zeros([o_k.shape[0], o_v.shape[0]], dtype=tl.float32)
+        for i in tl.static_range(len(FORMATS)):
+            if (word & STEPS) == i:
+                b_state = load_tile(p_slot, i_h, o_k, o_v, num_k, num_v, DK, DV, FORMATS[i][0], FORMATS[i][1])
+    return b_state
+
+
+@triton.jit
+def store_state(
+    memory_ptr, word, b_state, i_h, o_k, o_v, num_k, num_v,
+    DK: tl.constexpr, DV: tl.constexpr, FORMATS: tl.constexpr,
+):  # fmt: skip
+    """``store_tile`` to the state that a word of the tables names; see ``load_state``."""
+    p_slot = slot_of(memory_ptr, word)
+    for i in tl.static_range(len(FORMATS)):
+        if len(FORMATS) == 1 or (word & STEPS) == i:
+            store_tile(
+                p_slot, b_state, i_h, o_k, o_v, num_k, num_v, DK, DV, FORMATS[i][0], FORMATS[i][1], FORMATS[i][2]
+            )
 
 
 @triton.jit
@@ -37,7 +89,9 @@ def store_tile(
     p_state = p_slot.to(tl.pointer_type(ELEMENT)) + (i_h * DK + o_k)[:, None] * DV + o_v[None, :]
     mask = (o_k < num_k)[:, None] & (o_v < num_v)[None, :]
     if SCALES > 0:
-        b_largest = tl.maximum(tl.max(tl.abs(b_state), 0), LEAST)
+        b_size = tl.abs(b_state)
+        b_size = tl.where(b_size < float("inf"), b_size, float("inf"))  # a NaN, too, leaves a scale that is not finite
+        b_largest = tl.maximum(tl.max(b_size, 0), LEAST)
         b_levels = tl.full(b_largest.shape, LEVELS, tl.float32)
         b_codes = tl.floor(b_state * tl.math.div_rn(b_levels, b_largest)[None, :] + 0.5)
         b_codes = tl.minimum(tl.maximum(b_codes, -LEVELS), LEVELS).to(tl.int32)
@@ -59,7 +113,7 @@ def narrow(b_codes, SHIFT: tl.constexpr):
 
 @triton.jit
 def narrow_state_kernel(
-    memory_ptr, src_ptr, dst_ptr,
+    memory_ptr, src_ptr, dst_ptr, finite_ptr,
     HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     OLD: tl.constexpr, OLD_SCALES: tl.constexpr, OLD_CONV: tl.constexpr, OLD_SHIFT: tl.constexpr,
     NEW: tl.constexpr, NEW_SCALES: tl.constexpr, NEW_CONV: tl.constexpr, NEW_SHIFT: tl.constexpr,
@@ -69,6 +123,7 @@ def narrow_state_kernel(
 
     Shapes:  memory [bytes] uint8;  src, dst [n] int64, addresses of slots, none of which overlap
              ``CONV`` bytes of the convolution, ``OLD_CONV`` and ``NEW_CONV`` bytes into the slots
+             finite [n] int64: 0 is written for a state without scales whose elements are not all finite
     Grid:    (n, max(HV * cdiv(DV, BLOCK_V), cdiv(CONV, TILE)))
     """
     TILES: tl.constexpr = (DV + BLOCK_V - 1) // BLOCK_V
@@ -92,4 +147,6 @@ def narrow_state_kernel(
         tl.store((p_dst + NEW_SCALES).to(tl.pointer_type(tl.float32)) + o_scale, b_scales, mask=m_scale)
     else:
         b_state = load_tile(p_src, i_h, o_k, o_v, num_k, DV, DK, DV, OLD, OLD_SCALES)
+        num_bad = tl.sum(tl.sum(tl.where(tl.abs(b_state) < float("inf"), 0, 1), 0), 0)
+        tl.store(finite_ptr + tl.program_id(0), 0, mask=num_bad > 0)
         store_tile(p_dst, b_state, i_h, o_k, o_v, num_k, DV, DK, DV, NEW, NEW_SCALES, NEW_SHIFT)

@@ -15,7 +15,8 @@ STATE_ALIGN = 128  # bytes: scales and the convolution's part of a slot begin on
 class StateSpec(NamedTuple):
     """Heads and sizes of a gated delta-net layer, and the ``format`` in which its recurrent state is stored.
 
-    ``num_v_heads`` is a multiple of ``num_k_heads``, as in GQA.
+    ``num_v_heads`` is a multiple of ``num_k_heads``, as in GQA. ``narrower``: formats that states may step down to,
+    widest first; bytes are those of ``format``, and of ``forms`` those of each.
     """
 
     num_k_heads: int
@@ -24,6 +25,12 @@ class StateSpec(NamedTuple):
     v_dim: int
     conv_width: int
     format: StateFormat = FLOAT32
+    narrower: tuple[StateFormat, ...] = ()
+
+    @property
+    def forms(self) -> tuple[StateSpec, ...]:
+        """The same in each of its formats alone, widest first."""
+        return tuple(self._replace(format=fmt, narrower=()) for fmt in (self.format, *self.narrower))
 
     @property
     def num_channels(self) -> int:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ..overlap import let_next_start, wait_for_previous
-from .format_kernels import load_tile, store_tile
+from .format_kernels import conv_of, load_state, store_state
 
 NORM_EPS = tl.constexpr(1e-6)  # as in reference.py
 
@@ -34,13 +34,13 @@ def silu(b_x):
 
 @triton.jit
 def conv_step_kernel(
-    memory_ptr, x_ptr, weight_ptr, addresses_ptr, lengths_ptr, out_ptr, stride_x,
-    C: tl.constexpr, W: tl.constexpr, CONV: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
+    memory_ptr, x_ptr, weight_ptr, words_ptr, lengths_ptr, out_ptr, stride_x,
+    C: tl.constexpr, W: tl.constexpr, CONVS: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The short convolution of a tile of channels of one token, whose inputs move up in the state.
 
-    Shapes:  x [B, C], rows ``stride_x`` apart;  weight [C, W];  addresses, lengths [B];  out [B, C]
-             conv, ``CONV`` bytes into a state: [C, W - 1]
+    Shapes:  x [B, C], rows ``stride_x`` apart;  weight [C, W];  words, lengths [B];  out [B, C]
+             conv, ``CONVS`` bytes into a state: [C, W - 1]
     Grid:    (B * cdiv(C, TILE),)
     """
     let_next_start(OVERLAP)
@@ -52,7 +52,7 @@ def conv_step_kernel(
     b_last = tl.load(p_weight + W - 1, mask=m_c, other=0.0).to(tl.float32)
     wait_for_previous(OVERLAP)
     length = tl.load(lengths_ptr + i_b)
-    p_state = memory_ptr + tl.multiple_of(tl.load(addresses_ptr + i_b), 16) + CONV
+    p_state = conv_of(memory_ptr, tl.load(words_ptr + i_b), CONVS)
     p_conv = p_state.to(tl.pointer_type(x_ptr.dtype.element_ty)) + o_c * (W - 1)
     b_x = tl.load(x_ptr + i_b * stride_x + o_c, mask=m_c, other=0.0)
     b_sum = b_x.to(tl.float32) * b_last
@@ -68,15 +68,15 @@ def conv_step_kernel(
 
 @triton.jit
 def delta_step_kernel(
-    memory_ptr, x_ptr, b_ptr, a_ptr, decay_ptr, dt_bias_ptr, addresses_ptr, lengths_ptr, out_ptr, stride_gate,
+    memory_ptr, x_ptr, b_ptr, a_ptr, decay_ptr, dt_bias_ptr, words_ptr, lengths_ptr, out_ptr, stride_gate,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    ELEMENT: tl.constexpr, SCALES: tl.constexpr, SHIFT: tl.constexpr, OVERLAP: tl.constexpr,
+    FORMATS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Some columns of one value head's state: scaled, corrected under k, and read with q.
 
     Shapes:  x [B, 2 HK DK + HV DV], q, k and v;  b, a [B, HV], rows ``stride_gate`` apart;  decay, dt_bias [HV];
-             addresses, lengths [B];  out [B, HV, DV], zeros for padding;  recurrent: see ``load_tile``
+             words, lengths [B];  out [B, HV, DV], zeros for padding;  recurrent: see ``load_state``
     Grid:    (B * HV * cdiv(DV, BLOCK_V),)
     """
     let_next_start(OVERLAP)
@@ -88,8 +88,8 @@ def delta_step_kernel(
     decay, dt_bias = tl.load(decay_ptr + i_h), tl.load(dt_bias_ptr + i_h)
     wait_for_previous(OVERLAP)
     length = tl.load(lengths_ptr + i_b)
-    p_slot = memory_ptr + tl.multiple_of(tl.load(addresses_ptr + i_b), 16)
-    b_state = load_tile(p_slot, i_h, o_k, o_v, tl.where(length > 1, DK, 0), DV, DK, DV, ELEMENT, SCALES)
+    word = tl.load(words_ptr + i_b)
+    b_state = load_state(memory_ptr, word, i_h, o_k, o_v, tl.where(length > 1, DK, 0), DV, DK, DV, FORMATS)
     p_x = x_ptr + i_b * (2 * HK * DK + HV * DV)
     p_k = p_x + i_h // (HV // HK) * DK + o_k
     b_q, b_k = load_unit(p_k, m_k), load_unit(p_k + HK * DK, m_k)
@@ -98,7 +98,7 @@ def delta_step_kernel(
     b_state *= tl.exp(log_kept(tl.load(a_ptr + i_b * stride_gate + i_h), decay, dt_bias))
     b_held = tl.sum(b_state * b_k[:, None], 0)
     b_state += b_k[:, None] * ((b_v.to(tl.float32) - b_held) * beta)[None, :]
-    store_tile(p_slot, b_state, i_h, o_k, o_v, tl.where(length > 0, DK, 0), DV, DK, DV, ELEMENT, SCALES, SHIFT)
+    store_state(memory_ptr, word, b_state, i_h, o_k, o_v, tl.where(length > 0, DK, 0), DV, DK, DV, FORMATS)
     b_out = tl.sum(b_state * b_q[:, None], 0) * (DK**-0.5)
     b_out = tl.where(length > 0, b_out, 0.0)
     tl.store(out_ptr + (i_b * HV + i_h) * DV + o_v, b_out.to(b_v.dtype), mask=m_v)

@@ -20,7 +20,10 @@ from .state import DeltaWeights, StateSpec
 from .step_kernels import conv_step_kernel, delta_step_kernel, gated_norm_kernel
 
 CONV_TILE = 256  # channels of a program
-STEP_COLUMNS, SCAN_COLUMNS, SOLVE_COLUMNS = 32, 32, 64  # of a head's values
+STEP_COLUMNS, SOLVE_COLUMNS = 32, 64  # of a head's values
+# By the bytes of an element. In 16 bits never fewer: on an H200 products of 128 rows and 32 columns gave wrong sums
+# (Triton 3.6). In 32 bits more do not fit registers.
+SCAN_COLUMNS = {2: 64, 4: 32}
 ELEMENT = {FLOAT32: tl.float32, INT16: tl.int16, INT8: tl.int8}
 
 
@@ -34,14 +37,14 @@ def delta_net_step_triton(
     layer: int,
     out: Tensor,
 ) -> None:
-    """One token of each request: the states in ``memory`` go on by it, in the format of the weights' spec.
+    """One token of each request: the states in ``memory`` go on by it, each in its one of the spec's formats.
 
     Shapes:  memory [bytes] uint8;  qkv [B, C];  b, a [B, HV], columns contiguous;  out [B, HV, DV], contiguous
     Rows of padding come out as zeros.
     """
     _check(qkv, b, a, out)
     spec = weights.spec
-    number, tables = len(qkv), (work.addresses[layer], work.lengths)
+    number, tables = len(qkv), (work.words[layer], work.lengths)
     mixed, overlap = _empty_like_rows(qkv), overlap_options(qkv.device)
     constexprs, num_warps = conv_step_variant(spec)
     conv_step_kernel[(number * triton.cdiv(spec.num_channels, constexprs["TILE"]),)](
@@ -64,25 +67,25 @@ def delta_net_chunk_triton(
     layer: int,
     out: Tensor,
 ) -> None:
-    """All tokens of each request: the states in ``memory`` go on by them, in the format of the weights' spec.
+    """All tokens of each request: the states in ``memory`` go on by them, each in its one of the spec's formats.
 
     Shapes:  memory [bytes] uint8;  qkv [N, C];  b, a [N, HV], columns contiguous;  out [N, HV, DV], contiguous
     """
     _check(qkv, b, a, out)
     spec = weights.spec
-    addresses, items, chunks = work.addresses[layer], work.items, work.chunks
+    words, items, chunks = work.words[layer], work.items, work.chunks
     mixed, dims = _empty_like_rows(qkv), (spec.num_v_heads, CHUNK)
     written = qkv.new_empty(len(chunks), *dims, spec.v_dim)
     forgotten = qkv.new_empty(len(chunks), *dims, spec.k_dim)
     constexprs, num_warps = conv_chunk_variant(spec)
     tiles = triton.cdiv(spec.num_channels, constexprs["TILE"])
     conv_chunk_kernel[(len(chunks) * tiles,)](
-        memory, qkv, weights.conv, addresses, items, chunks, mixed, qkv.stride(0),
+        memory, qkv, weights.conv, words, items, chunks, mixed, qkv.stride(0),
         **constexprs, num_warps=num_warps, **FUSED,
     )  # fmt: skip
     constexprs, num_warps = conv_state_variant(spec)
     conv_state_kernel[(len(items) * triton.cdiv(spec.num_channels, constexprs["TILE"]),)](
-        memory, qkv, addresses, items, qkv.stride(0), **constexprs, num_warps=num_warps, **FUSED
+        memory, qkv, words, items, qkv.stride(0), **constexprs, num_warps=num_warps, **FUSED
     )
     gates = b, a, weights.decay, weights.dt_bias
     constexprs, num_warps = chunk_solve_variant(spec, qkv.dtype)
@@ -91,22 +94,19 @@ def delta_net_chunk_triton(
     )
     constexprs, num_warps = chunk_scan_variant(spec, qkv.dtype)
     chunk_scan_kernel[(len(items) * spec.num_v_heads * triton.cdiv(spec.v_dim, constexprs["BLOCK_V"]),)](
-        memory, mixed, *gates, addresses, items, written, forgotten, out, b.stride(0),
+        memory, mixed, *gates, words, items, written, forgotten, out, b.stride(0),
         **constexprs, num_warps=num_warps, num_stages=1, **FUSED,
     )  # fmt: skip
 
 
 def narrow_states_triton(
-    memory: Tensor, src: Tensor, dst: Tensor, spec: StateSpec, new: StateFormat, dtype: torch.dtype
+    memory: Tensor, src: Tensor, dst: Tensor, spec: StateSpec, new: StateFormat, dtype: torch.dtype, finite: Tensor
 ) -> None:
-    """Writes the states at ``src``, of ``spec`` in a model that computes in ``dtype``, at ``dst`` in a narrower format.
-
-    Shapes:  memory [bytes] uint8;  src, dst [n] int64, addresses of slots, none of which overlap
-    """
+    """See ``step_down.narrow_states``."""
     constexprs, num_warps = narrow_variant(spec, new, dtype)
     parts = spec.num_v_heads * triton.cdiv(spec.v_dim, constexprs["BLOCK_V"])
     grid = len(src), max(parts, triton.cdiv(constexprs["CONV"], constexprs["TILE"]))
-    narrow_state_kernel[grid](memory, src, dst, **constexprs, num_warps=num_warps, **UNFUSED)
+    narrow_state_kernel[grid](memory, src, dst, finite, **constexprs, num_warps=num_warps, **UNFUSED)
 
 
 def gated_rms_norm_triton(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -129,7 +129,7 @@ def conv_step_variant(spec: StateSpec) -> tuple[dict[str, Any], int]:
 
 def conv_chunk_variant(spec: StateSpec) -> tuple[dict[str, Any], int]:
     """Compile-time arguments and warps of ``conv_chunk_kernel``."""
-    return {**_conv(spec), "CHUNK": CHUNK, "TILE": 64}, 8
+    return {**_conv(spec), "TILE": 64, "ROWS": 16}, 4
 
 
 def conv_state_variant(spec: StateSpec) -> tuple[dict[str, Any], int]:
@@ -139,7 +139,7 @@ def conv_state_variant(spec: StateSpec) -> tuple[dict[str, Any], int]:
 
 def delta_step_variant(spec: StateSpec) -> tuple[dict[str, Any], int]:
     """Compile-time arguments and warps of ``delta_step_kernel``."""
-    return {**_heads(spec), **_blocks(spec, STEP_COLUMNS), **_format(spec)}, 4
+    return {**_heads(spec), **_blocks(spec, STEP_COLUMNS), "FORMATS": _formats(spec)}, 4
 
 
 def chunk_solve_variant(spec: StateSpec, dtype: torch.dtype) -> tuple[dict[str, Any], int]:
@@ -150,7 +150,10 @@ def chunk_solve_variant(spec: StateSpec, dtype: torch.dtype) -> tuple[dict[str, 
 def chunk_scan_variant(spec: StateSpec, dtype: torch.dtype) -> tuple[dict[str, Any], int]:
     """Compile-time arguments and warps of ``chunk_scan_kernel``."""
     products = {"CHUNK": CHUNK, "PRECISION": _precision(dtype)}
-    return {**_heads(spec), **_blocks(spec, SCAN_COLUMNS), **products, **_format(spec)}, 8
+    columns = SCAN_COLUMNS[dtype.itemsize]
+    blocks = _blocks(spec, columns)
+    blocks["BLOCK_V"] = max(blocks["BLOCK_V"], columns)
+    return {**_heads(spec), **blocks, **products, "FORMATS": _formats(spec)}, 8
 
 
 def narrow_variant(spec: StateSpec, new: StateFormat, dtype: torch.dtype) -> tuple[dict[str, Any], int]:
@@ -163,7 +166,7 @@ def narrow_variant(spec: StateSpec, new: StateFormat, dtype: torch.dtype) -> tup
         for side, each in sides
         for name, value in {
             side: ELEMENT[each.format],
-            f"{side}_SCALES": _format(each)["SCALES"],
+            f"{side}_SCALES": _format(each)[1],
             f"{side}_CONV": each.conv_offset,
             f"{side}_SHIFT": each.format.shift,
         }.items()
@@ -179,18 +182,22 @@ def gated_norm_variant(heads: int, size: int, eps: float) -> tuple[dict[str, Any
     return {"HV": heads, "DV": size, "EPS": eps, "ROWS": rows, "BLOCK_V": block}, min(8, max(1, rows * block // 512))
 
 
-def _conv(spec: StateSpec) -> dict[str, int]:
-    return {"C": spec.num_channels, "W": spec.conv_width, "CONV": spec.conv_offset}
+def _conv(spec: StateSpec) -> dict[str, Any]:
+    return {"C": spec.num_channels, "W": spec.conv_width, "CONVS": tuple(form.conv_offset for form in spec.forms)}
 
 
 def _heads(spec: StateSpec) -> dict[str, int]:
     return {"HK": spec.num_k_heads, "HV": spec.num_v_heads, "DK": spec.k_dim, "DV": spec.v_dim}
 
 
-def _format(spec: StateSpec) -> dict[str, Any]:
-    """How ``load_tile`` and ``store_tile`` find a state: without scales they are 0 bytes behind it."""
-    scales = spec.scales_offset if spec.format.has_scales else 0
-    return {"ELEMENT": ELEMENT[spec.format], "SCALES": scales, "SHIFT": spec.format.shift}
+def _formats(spec: StateSpec) -> tuple[tuple[Any, int, int], ...]:
+    """How ``load_state`` and ``store_state`` find a state in each of its formats."""
+    return tuple(_format(form) for form in spec.forms)
+
+
+def _format(spec: StateSpec) -> tuple[Any, int, int]:
+    """The type of elements, the bytes before the scales, 0 if there are none, and the shift of codes."""
+    return ELEMENT[spec.format], spec.scales_offset if spec.format.has_scales else 0, spec.format.shift
 
 
 def _blocks(spec: StateSpec, columns: int) -> dict[str, int]:

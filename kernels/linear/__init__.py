@@ -92,8 +92,8 @@ def _linear_codes(x: Tensor, weight: Weight, bias: Tensor | None, *, gated: bool
 
 def weight_nbytes(weight: Weight) -> int:
     """Bytes of a weight's tensors."""
-    weight = weight.weight if isinstance(weight, SteadyWeight) else weight
-    parts = (weight,) if isinstance(weight, Tensor) else weight
+    held = weight.weight if isinstance(weight, SteadyWeight) else weight
+    parts = (held,) if isinstance(held, Tensor) else held
     return sum(part.nbytes for part in parts if isinstance(part, Tensor))
 
 

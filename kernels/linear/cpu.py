@@ -36,7 +36,7 @@ def can_pack(weight: Tensor) -> bool:
 def pack_weight(weight: Tensor) -> PackedWeight:
     """Weight ``[O, I]`` packed; the caller drops the original, which lives on where it is ``plain``."""
     weight = weight.detach().contiguous()
-    is_kept = weight.dtype is torch.float32 and weight.nbytes <= SMALL_NBYTES and _FEW_ROWS > 0
+    is_kept = weight.dtype is torch.float32 and weight.nbytes <= SMALL_NBYTES and FEW_ROWS > 0
     return PackedWeight(reorder(weight), weight if is_kept else None)
 
 
@@ -48,7 +48,7 @@ def reorder(weight: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     """Same contract as ``qkv_engine.kernels.linear.linear`` for a packed weight."""
-    if weight.plain is not None and len(x) <= _FEW_ROWS:
+    if weight.plain is not None and len(x) <= FEW_ROWS:
         return F.linear(x, weight.plain, bias)
     out: Tensor = _product(x, weight.packed, bias, "none", [], "")
     return out
@@ -74,7 +74,7 @@ def _packed_dtypes() -> frozenset[torch.dtype]:
     return frozenset(supported)
 
 
-_FEW_ROWS = 0 if _is_amd() else 2  # most rows of torch's own product; at 4 rows it is no faster any more
+FEW_ROWS = 0 if _is_amd() else 2  # most rows of torch's own product; at 4 rows it is no faster any more
 _PACKED_DTYPES = _packed_dtypes()
 if _PACKED_DTYPES:
     _reorder = torch.ops.mkldnn._reorder_linear_weight.default

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 
+@cache
 def padded_rows(num_rows: int, device: torch.device) -> int:
     """Rows to compute for ``num_rows``: one of few sizes on the CPU, elsewhere ``num_rows``.
 

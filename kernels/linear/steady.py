@@ -1,8 +1,8 @@
 """Products whose rows have the same bits whatever rows are beside them: those of a deterministic engine.
 
 A library chooses its kernel, and with it the order in which a dot product is summed, by the number of rows. On the CPU
-numbers of rows that agree are found when a weight is packed, and products keep to them; on a GPU one kernel with tiles
-of one size computes any number of rows.
+a layout and numbers of rows that agree are found when a weight is packed, and products keep to them; on a GPU one
+kernel with tiles of one size computes any number of rows.
 """
 
 from __future__ import annotations
@@ -23,31 +23,35 @@ from .padding import padded_rows
 MOST_ROWS = 128  # of a product, those of a prompt's block: more read the weight again, which costs little then
 ENOUGH_ROWS = 32  # of the largest product: fewer would read the weight too often
 FEWEST_ROWS = (1, 2, 4, 8, 16)  # tried as the smallest product
-FEW_ROWS = 2  # computed in half of oneDNN's time with small weights, which are kept twice then
+FEW_ROWS = 2  # a lone row has a kernel of its own in most libraries, so that two are computed
 SHIFTS = (0, 1, 3)  # places of a row in the products that are compared
 DIVIDED_ELEMENTS = 2**15  # from here on torch divides an elementwise operator among threads, in the middle of rows
 
 
 class RowSpan(NamedTuple):
-    """Products of ``least`` to ``most`` rows give a row the same bits, in any place.
-
-    ``has_few``: so does torch's own product of ``FEW_ROWS`` with a transposed weight.
-    """
+    """Products of ``least`` to ``most`` rows give a row the same bits, in any place."""
 
     least: int
     most: int
-    has_few: bool = False
+
+
+class Columns(NamedTuple):
+    """A weight as its columns [I, O], for torch's own product."""
+
+    columns: Tensor
+
+
+Layout = Tensor | PackedWeight | Columns
 
 
 class SteadyWeight(NamedTuple):
     """A weight [O, I] whose products do not depend on the number of rows. On a GPU any number may be computed at once.
 
-    ``span``: numbers of rows that agree on the CPU;  ``columns`` [I, O]: the same weight for few rows, if they agree.
+    ``span``: numbers of rows that agree on the CPU.
     """
 
-    weight: Tensor | PackedWeight
+    weight: Layout
     span: RowSpan | None
-    columns: Tensor | None = None
 
 
 def pack_steadily(weight: object) -> SteadyWeight:
@@ -58,9 +62,8 @@ def pack_steadily(weight: object) -> SteadyWeight:
     assert isinstance(weight, Tensor), "quantized weights are unpacked, or refused"
     if weight.is_cuda:
         return SteadyWeight(weight, None)
-    rows, size = weight.shape
-    span = agreeing_rows(rows, size, weight.dtype, torch.get_num_threads())
-    return SteadyWeight(_packed(weight), span, weight.detach().T.contiguous() if span.has_few else None)
+    layout, span = steady_layout(*weight.shape, weight.dtype, torch.get_num_threads())
+    return SteadyWeight(layout(weight.detach()), span)
 
 
 def linear(x: Tensor, weight: SteadyWeight, bias: Tensor | None) -> Tensor:
@@ -70,13 +73,14 @@ def linear(x: Tensor, weight: SteadyWeight, bias: Tensor | None) -> Tensor:
 
         assert isinstance(weight.weight, Tensor)
         return linear_steady(x, weight.weight, bias)
-    if weight.columns is not None and len(x) <= FEW_ROWS:
-        return _product_of_few(x, weight.columns, bias)
-    least, most, _ = weight.span
+    least, most = weight.span
     if len(x) > most:
         return torch.cat([linear(piece, weight, bias) for piece in x.split(most)])
     number = min(most, max(least, padded_rows(len(x), x.device)))
-    padded = x if number == len(x) else F.pad(x, (0, 0, 0, number - len(x)))
+    if number == len(x):
+        return _product(x, weight.weight, bias)
+    # Most often one row becomes two; a copy takes half the time of zeros.
+    padded = torch.cat((x, x)) if number == 2 * len(x) else F.pad(x, (0, 0, 0, number - len(x)))
     return _product(padded, weight.weight, bias)[: len(x)]
 
 
@@ -92,21 +96,38 @@ def by_rows(operator: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     threads has a remainder in its middle.
     """
     rows = max(1, (DIVIDED_ELEMENTS - 1) // x.shape[1])
-    if not x.is_cpu or len(x) <= rows:
+    if not x.is_cpu or len(x) <= rows or torch.get_num_threads() == 1:
         return operator(x)
     return torch.cat([operator(piece) for piece in x.split(rows)])
 
 
 @cache
-def agreeing_rows(num_out: int, size: int, dtype: torch.dtype, num_threads: int) -> RowSpan:
-    """Numbers of rows that agree in products with weights of a shape on this machine, found by trying them.
+def steady_layout(
+    num_out: int, size: int, dtype: torch.dtype, num_threads: int
+) -> tuple[Callable[[Tensor], Layout], RowSpan]:
+    """The layout for weights of a shape on this machine, and the numbers of rows that agree in their products.
+
+    oneDNN takes up to twice the time of torch's own product of a small weight, which it reads by columns, where both
+    agree from few rows to many.
+    """
+    if dtype is torch.float32 and 4 * num_out * size <= cpu.SMALL_NBYTES and cpu.FEW_ROWS:
+        span = agreeing_rows(_columns, num_out, size, dtype, num_threads)
+        if span.least <= FEW_ROWS and span.most == MOST_ROWS:
+            return _columns, span
+    return _packed, agreeing_rows(_packed, num_out, size, dtype, num_threads)
+
+
+def agreeing_rows(
+    layout: Callable[[Tensor], Layout], num_out: int, size: int, dtype: torch.dtype, num_threads: int
+) -> RowSpan:
+    """Numbers of rows that agree in products with weights of a shape in a ``layout``, found by trying them.
 
     Takes as long as some hundred rows of products. ``num_threads`` are those of the calling thread.
     """
     assert num_threads == torch.get_num_threads()
     numbers = sorted({padded_rows(number, torch.device("cpu")) for number in range(1, MOST_ROWS + 1)})
     x, plain = _telling_operands(MOST_ROWS + max(SHIFTS), num_out, size, dtype)
-    weight = _packed(plain)
+    weight = layout(plain)
     found = {(n, shift): _product(x[shift : shift + n].clone(), weight, None) for n in numbers for shift in SHIFTS}
 
     def agree(most: int, number: int) -> bool:
@@ -126,19 +147,7 @@ def agreeing_rows(num_out: int, size: int, dtype: torch.dtype, num_threads: int)
                 best = RowSpan(least, most)
         if best.most >= ENOUGH_ROWS:
             break
-    few = dtype is torch.float32 and plain.nbytes <= cpu.SMALL_NBYTES and best.most > 1
-    return best._replace(has_few=few and _few_agree(x[: best.most], weight, plain))
-
-
-def _few_agree(x: Tensor, weight: Tensor | PackedWeight, plain: Tensor) -> bool:
-    columns, bias = plain.T.contiguous(), plain[:, 0].contiguous()
-    for some in (None, bias):
-        expected = _product(x, weight, some)
-        for first in range(0, len(x) - FEW_ROWS, 5):
-            for rows in (slice(first, first + FEW_ROWS), slice(first, first + 1)):
-                if not torch.equal(_product_of_few(x[rows].clone(), columns, some), expected[rows]):
-                    return False
-    return True
+    return best
 
 
 def _telling_operands(num_rows: int, num_out: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -156,16 +165,16 @@ def _telling_operands(num_rows: int, num_out: int, size: int, dtype: torch.dtype
     return halves(num_rows, -1.0), halves(num_out, 1.0)
 
 
-def _packed(weight: Tensor) -> Tensor | PackedWeight:
+def _packed(weight: Tensor) -> Layout:
     return PackedWeight(cpu.reorder(weight), None) if cpu.can_pack(weight) else weight
 
 
-def _product_of_few(x: Tensor, columns: Tensor, bias: Tensor | None) -> Tensor:
-    """At most ``FEW_ROWS`` rows times ``columns`` [I, O]: always as many, since a lone row has a kernel of its own."""
-    rows = x if len(x) == FEW_ROWS else F.pad(x, (0, 0, 0, FEW_ROWS - len(x)))
-    out = rows @ columns
-    return (out if bias is None else out.add_(bias))[: len(x)]
+def _columns(weight: Tensor) -> Layout:
+    return Columns(weight.T.contiguous())
 
 
-def _product(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None) -> Tensor:
+def _product(x: Tensor, weight: Layout, bias: Tensor | None) -> Tensor:
+    if isinstance(weight, Columns):
+        out = torch.mm(x, weight.columns)
+        return out if bias is None else out.add_(bias)
     return cpu.linear(x, weight, bias) if isinstance(weight, PackedWeight) else F.linear(x, weight, bias)

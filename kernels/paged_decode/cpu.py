@@ -37,7 +37,7 @@ class DenseGroup:
     A lone column whose ``slots`` are a slice is read in place. ``queries`` names each row's request, ``None`` where
     every request has one row, in order, or the only request has them all; ``mask`` hides the unwritten tokens of the
     last column, and those of the first before a window; ``opened`` has place and request of the rows whose last slot
-    may be partly written. ``is_steady``: whole slots are attended, with a mask, however few of their tokens are valid.
+    may be partly written. ``unit``: a multiple of it is attended of them, with a mask, however few are valid.
     """
 
     columns: tuple[SlotColumn, ...]
@@ -45,7 +45,7 @@ class DenseGroup:
     queries: Tensor | None
     opened: tuple[tuple[int, int], ...]
     all_open: bool
-    is_steady: bool
+    unit: int | None
     mask: Tensor | None = None
 
     def with_lengths(self, lengths: Lengths) -> DenseGroup:
@@ -54,10 +54,11 @@ class DenseGroup:
             return self
         valid = {place: lengths[request] for place, request in self.opened}
         *before, last = self.columns
-        if self.all_open and not self.is_steady:
-            last = last._replace(num_tokens=max(valid.values()))
+        if self.all_open and not last.is_sink:
+            unit = self.unit or 1
+            last = last._replace(num_tokens=-(-max(valid.values()) // unit) * unit)
         num_before = sum(column.num_tokens for column in before)
-        mask = _mask(valid, num_before, last.num_tokens, self.num_rows, always=self.is_steady)
+        mask = _mask(valid, num_before, last.num_tokens, self.num_rows, always=self.unit is not None)
         return replace(self, columns=(*before, last), mask=mask)
 
     def hiding(self, num_hidden: Sequence[int]) -> DenseGroup:
@@ -151,13 +152,14 @@ class DecodePlan:
         window: int | None = None,
         *,
         sink_tokens: int = 0,
-        is_steady: bool = False,
+        unit: int | None = None,
     ) -> DecodePlan:
         """A plan for the last token of each request, which sees ``window`` tokens of the request's pages.
 
-        One that ``is_steady`` needs the number of ``sink_tokens`` of a slot of theirs.
+        With a ``unit`` of tokens, whose multiples agree with a block, it is steady. Such a plan needs the number of
+        ``sink_tokens`` of a slot of theirs.
         """
-        builder = _Builder(len(requests), block_tokens, window, sink_tokens, is_steady)
+        builder = _Builder(len(requests), block_tokens, window, sink_tokens, unit)
         for rung in sorted({rung for r in requests for rung in r.sealed}):
             blocks = [builder.sealed_blocks(b, r, rung) for b, r in enumerate(requests)]
             builder.add_sealed(
@@ -167,7 +169,7 @@ class DecodePlan:
                 if request.bank is not None:
                     builder.add_sealed(rung, mine, request.bank)
         builder.add_dense(requests)
-        return cls(tuple(builder.groups), *builder.order(), is_steady)
+        return cls(tuple(builder.groups), *builder.order(), unit is not None)
 
     def with_lengths(self, lengths: Lengths) -> DecodePlan:
         """The plan of a later step in which nothing has changed but the tokens written to each open block.
@@ -180,9 +182,9 @@ class DecodePlan:
 class _Builder:
     """Collects groups and the places of each request's parts in their outputs."""
 
-    def __init__(self, num_requests: int, block_tokens: int, window: int | None, sink_tokens: int, is_steady: bool):
+    def __init__(self, num_requests: int, block_tokens: int, window: int | None, sink_tokens: int, unit: int | None):
         self.block_tokens, self.window = block_tokens, window
-        self.sink_tokens, self.is_steady = sink_tokens, is_steady
+        self.sink_tokens, self.unit, self.is_steady = sink_tokens, unit, unit is not None
         self.groups: list[DenseGroup | SealedGroup] = []
         self._num_outputs = 0
         self._parts: list[list[tuple[int, int]]] = [[] for _ in range(num_requests)]  # places and outputs
@@ -236,7 +238,7 @@ class _Builder:
             columns.append(SlotColumn(is_sink, where, num_sink if is_sink else self.block_tokens))
         opened = tuple((place, row.request) for place, row in enumerate(rows) if row.num_valid is not None)
         queries = self._queries([row.request for row in rows])
-        group = DenseGroup(tuple(columns), len(rows), queries, opened, len(opened) == len(rows), self.is_steady)
+        group = DenseGroup(tuple(columns), len(rows), queries, opened, len(opened) == len(rows), self.unit)
         valid = {row.request: row.num_valid for row in rows if row.num_valid is not None}
         group = group.with_lengths(valid).hiding([row.num_hidden for row in rows])
         # A plan with new lengths has the same sinks.
@@ -348,13 +350,15 @@ def paged_decode(
         grouped = grouped.repeat(1, 1, 2, 1)
     parts = [part for group in plan.groups for part in group.attend(grouped, pages, scale, softcap)]
     out, lse = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
-    out, lse = out[:, :, :heads], lse[:, :, :heads]
+    if grouped.shape[2] > heads:
+        out, lse = out[:, :, :heads], lse[:, :, :heads]
     if plan.num_parts > 1:
         out, lse = _arrange(out, plan), _arrange(lse, plan)
         if plan.missing is not None:
             lse = lse.masked_fill(plan.missing[..., None, None], float("-inf"))
         if plan.is_steady:
-            out, lse = merge_steadily(out, lse)
+            out, total = merge_steadily(out, lse)
+            lse = lse if null_logits is None else total.log() + lse.amax(0)
         else:
             out, lse = merge_parts(out, lse), lse.logsumexp(0)
     elif plan.order is not None:

@@ -7,6 +7,7 @@ import { confirmed, copy, sendOnEnter } from "./dialogs.js";
 import { edit } from "./editor.js";
 import { $ } from "./elements.js";
 import * as exporting from "./exporting.js";
+import { readConversation } from "./importing.js";
 import * as live from "./live.js";
 import { model, read } from "./model.js";
 import * as settings from "./settings.js";
@@ -139,6 +140,31 @@ async function forget() {
   $("question").focus();
 }
 
+/** Opens the conversation of an exported file; a question at its end is answered. */
+async function importChat({ target }) {
+  const [file] = target.files;
+  if (!file) return;
+  try {
+    open({ ...fresh(), ...readConversation(await file.text(), model()) });
+  } catch (error) {
+    showProblem(error.message);
+    return;
+  } finally {
+    target.value = ""; // the same file may be chosen again
+  }
+  showProblem("");
+  keep(chat.current());
+  $("chats").hidePopover();
+  $("question").focus();
+  const { turns: all } = chat.current();
+  if (all.at(-1).role !== "assistant") run(() => chat.askAgain(all.length));
+}
+
+function showProblem(words) {
+  $("problem").textContent = words;
+  $("problem").hidden = !words;
+}
+
 /** What another tab did to the conversations. */
 function follow(event) {
   const { id, turns: shown } = chat.current();
@@ -169,6 +195,8 @@ $("export-chat").addEventListener("click", () => {
   chat.current().settings = settings.read();
   exporting.open(chat.current(), model());
 });
+$("import-chat").addEventListener("click", () => $("file").click());
+$("file").addEventListener("change", importChat);
 $("forget").addEventListener("click", forget);
 $("settings").addEventListener("change", () => {
   chat.current().settings = settings.read();

@@ -244,8 +244,10 @@ def delta_net_kernels(*, overlap: bool = True) -> Iterator[tuple[str, Any, dict[
             (shape, conv_state_kernel, delta_net.conv_state_variant(spec), {}),
             (shape, chunk_solve_kernel, delta_net.chunk_solve_variant(spec, bf16), {}),
         ]
-        for fmt in STATE_FORMATS.values():
-            stored, name = spec._replace(format=fmt), f"{shape} {fmt.name}"
+        mixed = spec._replace(narrower=(STATE_FORMATS["int16"],))
+        found.append((f"{shape} mixed", conv_step_kernel, delta_net.conv_step_variant(mixed), overlaps))
+        for stored in (*(spec._replace(format=fmt) for fmt in STATE_FORMATS.values()), mixed):
+            name = f"{shape} {stored.format.name}{' mixed' * bool(stored.narrower)}"
             found.append((name, delta_step_kernel, delta_net.delta_step_variant(stored), overlaps))
             found.append((name, chunk_scan_kernel, delta_net.chunk_scan_variant(stored, bf16), {}))
         for old, new in combinations(STATE_FORMATS.values(), 2):

@@ -92,6 +92,7 @@ class FakeEngine:
             kv_bytes_codes=self.peak // 2,
             kv_bytes_meta=self.peak // 10,
             kv_bytes_dense=self.peak - self.peak // 2 - self.peak // 10,
+            kv_bytes_state=0,
             effective_bits=4.5,
             kv_rungs={"dense16": 16.0, "int4": 4.28},
             num_demotions=3,

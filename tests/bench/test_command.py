@@ -200,6 +200,7 @@ def test_full_file_still_prints_the_rows_and_fails() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_disk_full_while_drawing_loses_no_rows(tmp_path: Path) -> None:
     plot, output = tmp_path / "speed.png", tmp_path / "rows.json"
     plot.symlink_to("/dev/full")
@@ -284,6 +285,7 @@ def test_questions_too_long_fail_in_words_of_the_command_line(capsys: pytest.Cap
     assert row["status"] == "failed" and row["detail"].startswith("--max-model-len=100: the prompt has")
 
 
+@pytest.mark.slow
 def test_more_requests_than_fit_at_16_bits(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--task", "ledger:12", "--batch-sweep", "5", "--kv", "bf16,auto", "--kv-memory", "3x"]
     assert main(["bench", *words, "-o", "json"]) == 0

@@ -64,6 +64,7 @@ def responses(lm: Any, folder: Path) -> dict[str, list[Any]]:
     return {task: [sample["resps"] for sample in samples] for task, samples in found["samples"].items()}
 
 
+@pytest.mark.slow
 def test_the_same_as_the_harness_with_hugging_face(tmp_path: Path):
     folder = write_tasks(tmp_path)
     expected = responses(HFLM(pretrained=str(demo_folder()), device="cpu", dtype="float32"), folder)

@@ -59,8 +59,16 @@ def test_not_a_number_is_refused() -> None:
 
 def test_columns_of_the_design_are_there() -> None:
     wanted = "model kv batch input_len output_len output_tok_s total_tok_s ttft_ms tpot_ms itl_ms kv_bytes_peak "
-    wanted += "kv_bytes_codes kv_bytes_meta kv_bytes_dense effective_bits demotions preemptions status repeats"
+    wanted += (
+        "kv_bytes_codes kv_bytes_meta kv_bytes_dense kv_bytes_state effective_bits demotions preemptions status repeats"
+    )
     assert set(wanted.split()) <= {field.name for field in fields(SweepRow)}
+
+
+def test_states_are_a_part_of_the_peak() -> None:
+    table = sweep_table([make_row(kv_bytes_state=2**19)])
+    assert table.cells[0][table.headers.index("states")] == "512.0 KiB"
+    assert "states" not in sweep_table([make_row(kv_bytes_state=0)]).headers
 
 
 def test_table_compares_with_the_first_preset_at_equal_batch() -> None:

@@ -1,11 +1,13 @@
 """Memory in requests: exactly so many of them run together at 16 bits."""
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from qkv_engine import Engine
+from qkv_engine.bench import sizing
 from qkv_engine.bench.batches import parse_requests
 from qkv_engine.bench.sizing import largest_batch, make_ladder, nbytes_for
 from qkv_engine.errors import ConfigError
@@ -40,3 +42,14 @@ def test_windows_alone_hold_so_many_requests_whatever_their_length(num_tokens: i
     ladder = make_ladder(PRESETS["bf16"], config, torch.bfloat16)
     assert [largest_batch(ladder, n * 2**20, num_tokens) for n in (3, 4, 7, 40)] == [0, 1, 1, 10]
     assert nbytes_for(config, 10, num_tokens) == 40 * 2**20
+
+
+def test_states_are_part_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of 24 layers take as much as 12 blocks; each size that is tried makes books anew."""
+    make_tables = Mock(wraps=sizing.make_tables)
+    monkeypatch.setattr(sizing, "make_tables", make_tables)
+    config = config_from_hf(SHAPES["qwen3.5-4b"])
+    nbytes = nbytes_for(config, 20, 1000)
+    ladder = make_ladder(PRESETS["bf16"], config, torch.bfloat16)
+    assert make_tables.call_count <= 5 and largest_batch(ladder, nbytes, 1000) == 20
+    assert nbytes >= 20 * (48 + 8 * 4) * 2**20

@@ -79,7 +79,8 @@ class FakeEngine:
             "num_threads": 1,
         }
         sizes = {"kv_bytes_total": 2**30, "kv_bytes_used": 2**20, "kv_tokens_capacity": 131072}
-        blocks = {"kv_blocks": {"dense16": 1}, "kv_group_blocks": (), "kv_tokens_floor": 131072}
+        blocks = {"kv_blocks": {"dense16": 1}, "kv_tokens_floor": 131072}
+        blocks |= {"kv_group_blocks": (), "kv_group_bytes": (), "kv_group_windows": ()}
         blocks |= {"demotions": {}, "idle_demotions": {}, "prefix_hits": {}}
         bits = {"kv_rungs": {"dense16": 16.0}, "effective_bits": 16.0, "basis_miss": None}
         return EngineStats(**{**counts, **known, **sizes, **blocks, **bits})

@@ -335,10 +335,22 @@ def test_kv_and_stats_print_memory_in_words(shell: Shell):
 
 def test_kv_lists_the_blocks_of_two_groups(shell: Shell, monkeypatch: pytest.MonkeyPatch):
     groups = ({"dense16": 3, "int4": 1_200}, {})
-    stats = msgspec.structs.replace(FakeEngine().stats(), kv_blocks=groups[0], kv_group_blocks=groups)
+    figures = {"kv_group_blocks": groups, "kv_group_bytes": (3 * 2**20, 0), "kv_group_windows": (None, 1_024)}
+    stats = msgspec.structs.replace(FakeEngine().stats(), kv_blocks=groups[0], **figures)
     monkeypatch.setattr(FakeEngine, "stats", lambda self: stats)
     rows = [line.split(maxsplit=3) for line in run(shell, "/kv").splitlines() if "of group" in line]
-    assert rows == [["of", "group", "0", "3 dense16, 1,200 int4"], ["of", "group", "1", "none"]]
+    assert rows == [
+        ["of", "group", "0", "3 dense16, 1,200 int4; 3.0 MiB, in layers that see all tokens"],
+        ["of", "group", "1", "none; 0 B, in layers that see the last 1,024 tokens"],
+    ]
+
+
+def test_kv_tells_what_states_take(shell: Shell, monkeypatch: pytest.MonkeyPatch):
+    assert "states" not in run(shell, "/kv")
+    stats = msgspec.structs.replace(FakeEngine().stats(), kv_bytes_state=2**20, kv_bytes_checkpoints=2**19)
+    monkeypatch.setattr(FakeEngine, "stats", lambda self: stats)
+    rows = [line.split(maxsplit=1) for line in run(shell, "/kv").splitlines() if line.startswith("states")]
+    assert rows == [["states", "1.0 MiB of the most so far; 512.0 KiB in checkpoints now"]]
 
 
 def test_kv_tells_how_far_a_plan_s_bases_are(shell: Shell, monkeypatch: pytest.MonkeyPatch):

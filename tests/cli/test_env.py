@@ -55,7 +55,7 @@ def test_the_ladder_is_the_engines(kv: str, capsys: pytest.CaptureFixture[str]):
 
 
 def test_layers_alike_are_named_together():
-    assert env.by_layers(["a"] * 3 + ["b"] + ["a"] * 2) == "layers 0-2: a, layer 3: b, layers 4-5: a"
+    assert env.by_layers(["a"] * 3 + ["b"] + ["a"] * 2) == "layers 0-2, 4-5: a, layer 3: b"
     assert env.by_layers([*"aababab", "c"]) == "layers 0-1: a, layers 2-6: b, a by turns, layer 7: c"
     assert env.by_layers(["a"]) == "layer 0: a" and env.by_layers([*"ab"]) == "layer 0: a, layer 1: b"
 

@@ -10,7 +10,7 @@ import time
 import pytest
 
 import qkv_engine
-from qkv_engine import Engine, EngineStats, KVUsage, RequestError, RequestStream, SamplingParams
+from qkv_engine import Engine, EngineStats, KVUsage, RequestError, RequestOutput, RequestStream, SamplingParams
 from qkv_engine.text.find_marks import find_marks
 from qkv_engine.text.reasoning import OutputText, ReasoningMarks
 from qkv_engine.text.stop_strings import StopFinder
@@ -20,8 +20,14 @@ MESSAGES = [{"role": "user", "content": QUESTION}]
 SHORT = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
-def test_a_string_is_one_user_message(demo_engine: Engine):
-    output = demo_engine.chat(QUESTION)
+@pytest.fixture(scope="module")
+def whole(demo_engine: Engine) -> RequestOutput:
+    """The answer to the question, which takes a second."""
+    return demo_engine.chat(QUESTION)
+
+
+def test_a_string_is_one_user_message(demo_engine: Engine, whole: RequestOutput):
+    output = whole
     assert output.text == "4042" and output.finish_reason == "stop"
     assert output.token_ids == demo_engine.chat(MESSAGES).token_ids == demo_engine.chat(tuple(MESSAGES)).token_ids
     assert output.reasoning is not None and "47*6" in output.reasoning and "think" not in output.reasoning
@@ -45,8 +51,7 @@ def test_raw_text_on_request(demo_engine: Engine):
     assert completion.reasoning is None and completion.text == output.text
 
 
-def test_a_stream_adds_up_in_both_parts(demo_engine: Engine):
-    whole = demo_engine.chat(MESSAGES)
+def test_a_stream_adds_up_in_both_parts(demo_engine: Engine, whole: RequestOutput):
     with demo_engine.stream(MESSAGES) as stream:
         assert isinstance(stream, RequestStream)
         outputs = list(stream)
@@ -183,8 +188,7 @@ def test_parts_do_not_depend_on_how_often_they_are_looked_at(demo_engine: Engine
         assert "".join(joined.split()) == "".join(raw.text.split())
 
 
-def test_stop_strings_look_at_the_answer_alone(demo_engine: Engine):
-    whole = demo_engine.chat(QUESTION)
+def test_stop_strings_look_at_the_answer_alone(demo_engine: Engine, whole: RequestOutput):
     assert "282" in whole.reasoning and whole.text == "4042"
 
     def ended(*stop: str, **changes) -> tuple[str | None, str, str | None, object]:
@@ -199,23 +203,23 @@ def test_stop_strings_look_at_the_answer_alone(demo_engine: Engine):
     assert whole.reasoning.startswith(reasoning) and (text, reason, stop) == ("", "length", None)
 
 
-def test_a_stop_string_ends_a_stream_in_its_answer(demo_engine: Engine):
+def test_a_stop_string_ends_a_stream_in_its_answer(demo_engine: Engine, whole: RequestOutput):
     params = demo_engine.params(stop=["282", "\n\n", "42"], output_kind="delta")
     outputs = list(demo_engine.stream([{"role": "user", "content": QUESTION}], params))
     assert "".join(output.delta for output in outputs) == "40" and outputs[-1].outputs[0].stop_reason == "42"
-    assert "".join(output.reasoning_delta for output in outputs) == demo_engine.chat(QUESTION).reasoning
+    assert "".join(output.reasoning_delta for output in outputs) == whole.reasoning
 
 
-def test_stops_that_see_the_reasoning(demo_engine: Engine):
+def test_stops_that_see_the_reasoning(demo_engine: Engine, whole: RequestOutput):
     marks = find_marks(demo_engine.tokenizer)
     raw = demo_engine.chat(QUESTION, demo_engine.params(stop=["282"], separate_reasoning=False))
     assert raw.outputs[0].stop_reason == "282"
-    assert raw.text.strip() == demo_engine.chat(QUESTION).reasoning.partition("282")[0].strip()
+    assert raw.text.strip() == whole.reasoning.partition("282")[0].strip()
     prompt = demo_engine.tokenizer.chat_prompt([{"role": "user", "content": QUESTION}], {}, max_tokens=100)[0]
     assert demo_engine.generate(prompt, demo_engine.params(stop=["282"]))[0].text == raw.text
     by_token = demo_engine.chat(QUESTION, demo_engine.params(stop_token_ids=[marks.closing]))
     assert by_token.outputs[0].stop_reason == marks.closing and by_token.text == ""
-    assert by_token.reasoning == demo_engine.chat(QUESTION).reasoning
+    assert by_token.reasoning == whole.reasoning
 
 
 def test_stop_strings_and_marks(demo_engine: Engine):

@@ -235,7 +235,7 @@ def test_random_ladders_are_refused_or_run(tmp_path: Path):
         0,
     )
     folder = write_tiny(tmp_path)
-    for _ in range(2000):
+    for _ in range(1000):
         try:
             rungs = tuple(_random_rung(rng, names, number) for number in range(rng.randint(1, 4)))
             kv = KVConfig(
@@ -255,7 +255,7 @@ def test_random_ladders_are_refused_or_run(tmp_path: Path):
                 params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
                 outputs = engine.generate([[rng.randrange(3, 60) for _ in range(200)] for _ in range(3)], params)
                 assert all(o.error is None and len(o.outputs[0].token_ids) == 20 for o in outputs)
-    assert accepted > 200
+    assert accepted > 100
 
 
 def _random_rung(rng: random.Random, names: list[str], number: int) -> RungConfig:

@@ -301,7 +301,7 @@ def test_the_id_of_a_dropped_request_that_was_never_queued_is_free(engine: Engin
 
 
 def test_thousands_at_once_do_not_hold_a_stream_up(engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    core, number, added = engine._started.core, 3000, list[int]()
+    core, number, added = engine._started.core, 1000, list[int]()
     add, step = core.add, core.step
 
     def count_added(submission: Any) -> None:

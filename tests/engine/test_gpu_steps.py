@@ -59,6 +59,12 @@ def test_a_layer_launches_once_a_format():
         assert {num_programs for f, num_programs in found if f.first} == {512 * 8}
 
 
+def make_prompts() -> list[list[int]]:
+    """Those of ``serve``."""
+    rng = random.Random(0)
+    return [[rng.randrange(5, 1000) for _ in range(length)] for length in LENGTHS]
+
+
 def serve(
     params: SamplingParams, *, kv: str | KVConfig, seqs: int = 4, preempts: bool = True, **options: Any
 ) -> tuple[list[list[int]], EngineCore]:
@@ -68,10 +74,8 @@ def serve(
     """
     config = EngineConfig(kv=resolve_kv(kv), max_num_seqs=seqs, max_num_batched_tokens=256, **options)
     core = start(config).core
-    rng = random.Random(0)
     submissions, floor = [], core.scheduler.space.num_rungs - 1
-    for index, (length, max_tokens) in enumerate(zip(LENGTHS, OUTPUTS, strict=True)):
-        prompt = [rng.randrange(5, 1000) for _ in range(length)]
+    for index, (prompt, max_tokens) in enumerate(zip(make_prompts(), OUTPUTS, strict=True)):
         submission = Submission(f"r{index}", None, prompt, params, max_tokens, index, [], False, floor=floor)
         submissions.append(submission)
         core.live[submission.request_id] = submission

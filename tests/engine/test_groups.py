@@ -87,8 +87,8 @@ def test_a_window_keeps_few_blocks_of_a_request(monkeypatch: pytest.MonkeyPatch)
     with_windows(monkeypatch)
     started = begin("bf16", "64MiB", max_model_len=600)
     core, tables = started.core, started.core.runner.cache.tables
-    params = SamplingParams(temperature=0.0, max_tokens=430, ignore_eos=True)
-    submission = Submission("long", None, [7] * 100, params, 430, 0, [], False, floor=0)
+    params = SamplingParams(temperature=0.0, max_tokens=280, ignore_eos=True)
+    submission = Submission("long", None, [7] * 250, params, 280, 0, [], False, floor=0)
     core.live[submission.request_id] = submission
     core.add(submission)
     most, request_id = [0, 0], submission.request_id
@@ -100,6 +100,17 @@ def test_a_window_keeps_few_blocks_of_a_request(monkeypatch: pytest.MonkeyPatch)
     stats = take_snapshot(started)
     full, window = stats.kv_group_blocks
     assert stats.kv_blocks == Counter(full) + Counter(window) and full["dense16"] >= window["dense16"] > 0
+    block = 4 * 2 * 2 * 128 * 128 * 2  # of four layers
+    assert stats.kv_group_bytes == (block * full["dense16"], block * window["dense16"])
+    assert stats.kv_group_windows == (None, WINDOW)
+
+
+def test_bits_of_rungs_count_layers_by_what_they_hold_of_the_longest_request(monkeypatch: pytest.MonkeyPatch):
+    """Of 1,500 tokens the layers with a window hold 150, at 8 bits where the others have 4."""
+    with_windows(monkeypatch)
+    narrow, wide = take_snapshot(begin("auto", "64MiB", max_model_len=1500)).kv_rungs, 16.0
+    eight, four = 8.28125, 4.28125
+    assert narrow == pytest.approx({"dense16": wide, "int8": eight, "int4": (four * 10 + eight) / 11})
 
 
 def test_one_group_has_no_figures_of_its_own():

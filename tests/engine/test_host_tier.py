@@ -125,7 +125,7 @@ def test_blocks_come_back_at_the_bits_that_they_had():
 def test_preempted_requests_resume_without_computing_their_tokens_again(monkeypatch: pytest.MonkeyPatch):
     # Admission that looks at nothing, so that memory runs out and requests are preempted.
     monkeypatch.setattr("qkv_engine.kv.manager.KVManager.admits", lambda *args: True)
-    prompts, params = long_prompts(6, 200), greedy(180)
+    prompts, params = long_prompts(6, 200), greedy(100)
     with Engine(kv="fp32", kv_memory="64MiB") as ample:
         alone = ids(ample.generate(prompts, params))
     recomputed = {}
@@ -134,7 +134,7 @@ def test_preempted_requests_resume_without_computing_their_tokens_again(monkeypa
             computed = _count_computed(engine, monkeypatch)
             assert ids(engine.generate(prompts, params)) == alone
             number = engine.stats().num_preemptions
-            recomputed[host_memory] = sum(computed) - 6 * (200 + 180 - 1)
+            recomputed[host_memory] = sum(computed) - 6 * (200 + 100 - 1)
     assert number > 0 and recomputed["64MiB"] < 128 * number and 2 * recomputed["64MiB"] < (recomputed[None] or 0)
 
 

@@ -74,7 +74,7 @@ def test_answers_are_the_same_wherever_a_step_is_interrupted(demo_engine: Engine
     core = demo_engine._started.core
     expected = demo_engine._loop.call(lambda: [seen(o) for o in play(core, submissions(demo_engine), 0)])
     assert expected[1][4] is not None and expected[0][3] == "length"
-    for interrupt in range(1, 30):
+    for interrupt in (*range(1, 9), *range(9, 30, 3)):  # odd and even ones by turns
         found = demo_engine._loop.call(lambda at=interrupt: [seen(o) for o in play(core, submissions(demo_engine), at)])
         assert found == expected, f"interrupted at token {interrupt}"
 

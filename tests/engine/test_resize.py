@@ -67,24 +67,29 @@ def shrink_and_grow(engine: Engine, times: int, num_tokens: int) -> tuple[list[R
     return found, number
 
 
+def pinned_alone(engine: Engine, num_tokens: int) -> list[RequestOutput]:
+    """The outputs of the pinned requests without the others."""
+    return engine.generate(PROMPTS[::4], params(num_tokens)[::4])
+
+
 def check_outputs(outputs: list[RequestOutput], alone: list[RequestOutput], num_tokens: int) -> None:
     assert [len(output.token_ids) for output in outputs] == [num_tokens] * len(PROMPTS)
-    for number in range(0, len(PROMPTS), 4):
-        assert outputs[number].token_ids == alone[number].token_ids
-        assert outputs[number].kv.lowest_bits == 16 or outputs[number].kv.lowest_bits == 32
+    for output, expected in zip(outputs[::4], alone, strict=True):
+        assert output.token_ids == expected.token_ids
+        assert output.kv.lowest_bits == 16 or output.kv.lowest_bits == 32
 
 
 def test_memory_follows_beside_twenty_requests(engine: Engine):
-    alone = engine.generate(PROMPTS, params(160))
-    outputs, number = shrink_and_grow(engine, 3, 160)
+    alone = pinned_alone(engine, 120)
+    outputs, number = shrink_and_grow(engine, 3, 120)
     assert number >= 2
-    check_outputs(outputs, alone, 160)
+    check_outputs(outputs, alone, 120)
     assert engine.stats().num_preemptions == 0
 
 
 @pytest.mark.slow
 def test_two_hundred_times(engine: Engine):
-    alone, number = engine.generate(PROMPTS, params(300)), 0
+    alone, number = pinned_alone(engine, 300), 0
     while number < 200:
         outputs, more = shrink_and_grow(engine, 200 - number, 300)
         check_outputs(outputs, alone, 300)

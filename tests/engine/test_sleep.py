@@ -34,7 +34,7 @@ from .test_resize import resident_nbytes, touch_all
 
 MIB = 2**20
 PROMPT = "Accounts: Ann 10, Bob 20. " * 40
-PARAMS = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")

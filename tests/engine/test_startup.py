@@ -355,7 +355,7 @@ def test_started_config_is_what_was_asked(folder: Path):
 
 
 def test_interrupts_anywhere_in_a_start(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """Two hundred starts, each interrupted at a random moment: no thread, tensor or open file is left."""
+    """A hundred starts, each interrupted at a random moment: no thread, tensor or open file is left."""
     # An interrupt that falls into a finalizer or a callback of the collector is kept, with all its frames, by pytest.
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
     config = EngineConfig(model=folder, kv=resolve_kv("bf16"), kv_memory="1MiB", device="cpu", max_num_seqs=4)
@@ -372,7 +372,7 @@ def test_interrupts_anywhere_in_a_start(folder: Path, monkeypatch: pytest.Monkey
 
     previous = signal.signal(signal.SIGALRM, interrupt)
     try:
-        for _ in range(200):
+        for _ in range(100):
             try:
                 signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-4, usual))
                 startup.start(config).core.free()

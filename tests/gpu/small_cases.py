@@ -10,6 +10,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 import qkv_engine.kernels
+from qkv_engine.kernels.delta_net.formats import FLOAT32, INT8, INT16
 from qkv_engine.kernels.demote import demote
 from qkv_engine.kernels.dequant import dequant_reference
 from qkv_engine.kernels.formats import BlockLayout, PageShape
@@ -20,6 +21,7 @@ from studies.kernels.inputs import dense_page, make_case, uniform_page
 
 from ..kernels import (
     block_tables_cases,
+    delta_net_cases,
     fused_cases,
     linear_cases,
     linear_codes_cases,
@@ -88,6 +90,26 @@ def products() -> None:
             linear_cases.gated(num_rows, 19)
 
 
+def steady_products() -> None:
+    """Rows and columns that leave a tile part empty."""
+    with torch.device("cuda"):
+        for num_rows in (1, 70):
+            assert math.isfinite(linear_cases.steady(num_rows, 104, 37, BF16, True))
+
+
+def delta_nets() -> None:
+    """Steps and chunks in each format, states rewritten in a narrower one, the norm behind them."""
+    cases = delta_net_cases
+    with torch.device("cuda"):
+        for spec in (cases.SPECS["odd"], cases.SPECS["odd"]._replace(k_dim=128, v_dim=128)):
+            for form in (FLOAT32, INT16, INT8):
+                assert math.isfinite(cases.step(spec._replace(format=form), BF16, [0, 5, -1]))
+                assert math.isfinite(cases.chunks(spec._replace(format=form), BF16, [0, 9], [70, 3]))
+            for new in (INT16, INT8):
+                assert not cases.narrowing(spec, BF16, FLOAT32, new)
+        assert math.isfinite(cases.norm(BF16, 5, 3, 35))
+
+
 def quantized_products(device: str = "cuda") -> None:
     """One row, few and many, parts of the columns, weights written out; rows quantized."""
     codes = linear_codes_cases
@@ -146,6 +168,8 @@ def main() -> None:
         page_formats,
         fused,
         products,
+        steady_products,
+        delta_nets,
         quantized_products,
         experts,
         sampling,

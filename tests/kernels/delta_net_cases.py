@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from qkv_engine.kernels.delta_net import DeltaWeights, StateSpec, StateViews, reference
+from qkv_engine.kernels.delta_net import DeltaWeights, StateSpec, StateViews, narrow_states, reference
 from qkv_engine.kernels.delta_net.formats import FLOAT32, INT8, INT16, StateFormat, decode, encode, narrow
 from qkv_engine.kernels.delta_net.plan import ChunkWork, StepWork
 from qkv_engine.kernels.delta_net.triton import (
@@ -16,6 +16,7 @@ from qkv_engine.kernels.delta_net.triton import (
     gated_rms_norm_triton,
     narrow_states_triton,
 )
+from qkv_engine.table_words import RUNG_BITS
 
 from .common import relative_error
 from .interpreted import report
@@ -30,19 +31,28 @@ GAP = 256  # bytes between slots, which nobody writes
 
 
 class Arena:
-    """States of some requests in two layers, far apart in bytes that are NaN: where they are, and their values."""
+    """States of some requests in two layers, far apart in bytes that are NaN: where they are, and their values.
+
+    Where there are narrower formats requests have them by turns.
+    """
 
     def __init__(self, spec: StateSpec, dtype: torch.dtype, number: int):
         self.spec, self.dtype = spec, dtype
+        self.steps = torch.arange(number) % len(spec.forms)
         size = spec.nbytes(dtype) + GAP
         self.memory = torch.full((2 * number * size + GAP,), NAN_BYTE, dtype=torch.uint8)
         order = torch.randperm(2 * number)
         self.addresses = (order * size + GAP).view(2, number)
+        self.words = self.addresses << RUNG_BITS | self.steps
+
+    def form(self, request: int) -> StateSpec:
+        """A request's format."""
+        return self.spec.forms[int(self.steps[request])]
 
     def views(self, layer: int, request: int) -> StateViews:
         """A state in the arena."""
-        start = int(self.addresses[layer, request])
-        return StateViews.of(self.memory[start : start + self.spec.nbytes(self.dtype)], self.spec, self.dtype)
+        start, form = int(self.addresses[layer, request]), self.form(request)
+        return StateViews.of(self.memory[start : start + form.nbytes(self.dtype)], form, self.dtype)
 
     def state(self, layer: int, request: int) -> tuple[Tensor, Tensor]:
         """Values of recurrent [HV, DK, DV] float32 and conv [C, W - 1]."""
@@ -82,7 +92,7 @@ def begin(arena: Arena, layer: int, request: int, is_first: bool) -> tuple[Tenso
     spec, views = arena.spec, arena.views(layer, request)
     if is_first:
         return torch.zeros(spec.recurrent_shape), torch.zeros(spec.conv_shape, dtype=arena.dtype)
-    stored = encode(torch.randn(spec.recurrent_shape), spec.format)
+    stored = encode(torch.randn(spec.recurrent_shape), arena.form(request).format)
     for target, source in zip(views.parts(), StateViews(stored, torch.randn(spec.conv_shape)).parts(), strict=True):
         target.copy_(source)
     recurrent, conv = arena.state(layer, request)
@@ -92,13 +102,14 @@ def begin(arena: Arena, layer: int, request: int, is_first: bool) -> tuple[Tenso
 def states(arena: Arena, layer: int, request: int, expected: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Pairs of a state found and expected. Codes may be one off: sums differ in their last bits."""
     recurrent, conv = arena.state(layer, request)
-    if not arena.spec.format.has_scales:
+    fmt = arena.form(request).format
+    if not fmt.has_scales:
         return [(recurrent, expected[0]), (conv, expected[1])]
-    found, wanted = arena.views(layer, request).recurrent, encode(expected[0], arena.spec.format)
+    found, wanted = arena.views(layer, request).recurrent, encode(expected[0], fmt)
     assert found.scales is not None and wanted.scales is not None
     if arena.dtype is torch.float32:
         off = (found.elements.int() - wanted.elements.int()).abs()
-        assert off.max() <= (1 if arena.spec.format is INT8 else 3) and (off > 0).sum() <= 1 + off.numel() // 8
+        assert off.max() <= (1 if fmt is INT8 else 3) and (off > 0).sum() <= 1 + off.numel() // 8
     return [(found.scales, wanted.scales), (conv, expected[1])]
 
 
@@ -112,7 +123,7 @@ def step(spec: StateSpec, dtype: torch.dtype, positions: list[int]) -> float:
     qkv, b, a = make_rows(spec, dtype, len(positions))
     begun = [begin(arena, layer, i, position <= 0) for i, position in enumerate(positions)]
     out = torch.full((len(positions), spec.num_v_heads, spec.v_dim), torch.nan, dtype=dtype)
-    work = StepWork(arena.addresses, torch.tensor(positions, dtype=torch.int32) + 1)
+    work = StepWork(arena.words, torch.tensor(positions, dtype=torch.int32) + 1)
     had = arena.num_written()
     delta_net_step_triton(arena.memory, qkv, b, a, weights, work, layer, out)
     pairs = []
@@ -134,7 +145,7 @@ def chunks(spec: StateSpec, dtype: torch.dtype, starts: list[int], counts: list[
     qkv, b, a = make_rows(spec, dtype, sum(counts))
     begun = [begin(arena, layer, i, not start) for i, start in enumerate(starts)]
     out = torch.full((sum(counts), spec.num_v_heads, spec.v_dim), torch.nan, dtype=dtype)
-    work = ChunkWork.build(arena.addresses.T.tolist(), starts, counts).to(qkv.device)
+    work = ChunkWork.build(arena.words.T.tolist(), starts, counts).to(qkv.device)
     delta_net_chunk_triton(arena.memory, qkv, b, a, weights, work, layer, out)
     pairs, row = [], 0
     for i, count in enumerate(counts):
@@ -145,8 +156,11 @@ def chunks(spec: StateSpec, dtype: torch.dtype, starts: list[int], counts: list[
     return worst(pairs)
 
 
-def narrowing(spec: StateSpec, dtype: torch.dtype, old: StateFormat, new: StateFormat) -> float:
-    """States rewritten in a narrower format: every byte as the plain form has it, no other byte touched."""
+def narrowing(spec: StateSpec, dtype: torch.dtype, old: StateFormat, new: StateFormat, bad: float = 1.0) -> float:
+    """States rewritten in a narrower format: every byte as the plain form has it, no other byte touched.
+
+    A ``bad`` element of one of them is told.
+    """
     torch.manual_seed(0)
     source, target = (Arena(spec._replace(format=fmt), dtype, 3) for fmt in (old, new))
     for i in range(3):
@@ -155,7 +169,22 @@ def narrowing(spec: StateSpec, dtype: torch.dtype, old: StateFormat, new: StateF
     views.elements[0, :, 0] = 0  # a column of zeros
     behind = len(source.memory)
     memory, dst = torch.cat((source.memory, target.memory)), target.addresses[1] + behind
-    narrow_states_triton(memory, source.addresses[1], dst, source.spec, new, dtype)
+    finite = torch.ones(3, dtype=torch.int64)
+    if not old.has_scales:
+        source.views(1, 2).recurrent.elements[-1, -1, -1] = bad
+        memory = torch.cat((source.memory, target.memory))
+    narrow_states_triton(memory, source.addresses[1], dst, source.spec, new, dtype, finite)
+    assert finite.tolist() == [1, 1, int(old.has_scales or bad == 1.0)]
+    plain_memory, plain_finite = torch.cat((source.memory, target.memory)), torch.ones(3, dtype=torch.int64)
+    narrow_states(plain_memory, source.addresses[1], dst, source.spec, new, dtype, plain_finite)
+    assert torch.equal(plain_finite, finite)
+    if (
+        bad != 1.0 and not old.has_scales
+    ):  # codes of a column that is not finite mean nothing, but its scale is not, either
+        views = StateViews.of(memory[int(dst[2]) :][: target.spec.nbytes(dtype)], target.spec, dtype)
+        assert views.recurrent.scales is not None and not views.recurrent.scales[-1, -1].isfinite()
+        return 0.0
+    assert torch.equal(memory, plain_memory)
     for i in range(3):
         stored, conv = source.views(1, i)
         for view, part in zip(
@@ -200,6 +229,15 @@ def cases() -> dict[str, Callable[[], float]]:
         for kind, dtype in (("odd", torch.float32), ("grouped", torch.bfloat16)):
             found[f"narrow {kind} {old.name} {new.name}"] = lambda s=SPECS[kind], d=dtype, o=old, n=new: narrowing(
                 s, d, o, n
+            )
+    for bad in (torch.nan, -torch.inf):
+        found[f"narrow a state with {bad}"] = lambda x=bad: narrowing(SPECS["odd"], torch.float32, FLOAT32, INT16, x)
+    for narrower in ((INT16,), (INT16, INT8)):
+        for kind, name in (("odd", "fp32"), ("grouped", "bf16")):
+            spec, d = SPECS[kind]._replace(narrower=narrower), DTYPES[name]
+            found[f"step {kind} {name} mixed {len(narrower)}"] = lambda s=spec, d=d: step(s, d, [0, 7, -1, 31, 5, 0, 9])
+            found[f"chunks {kind} {name} mixed {len(narrower)}"] = lambda s=spec, d=d: chunks(
+                s, d, [0, 3, 70, 0], [2, 64, 131, 1]
             )
     for name, dtype in DTYPES.items():
         found[f"norm {name}"] = lambda d=dtype: norm(d, 9, 3, 35)

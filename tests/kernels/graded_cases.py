@@ -59,13 +59,13 @@ def attention(k: str, v: str, head_dim: int, group: int, heads: int = 2) -> Call
 
 def cases() -> dict[str, Callable[[], float]]:
     found: dict[str, Callable[[], float]] = {}
-    for head_dim in (64, 80, 96, 128, 256):
+    for head_dim in (64, 80, 128, 256):
         sides = graded_sides(head_dim, heads=1 if head_dim == 256 else 2)
         found[f"seal D{head_dim}"] = partial(seal_case, sides, BF16)
         found[f"tile D{head_dim}"] = partial(tile_case, sides)
         found[f"demote D{head_dim}"] = partial(demote_case, steps(sides))
     found["seal fp32 D80"] = partial(seal_case, graded_sides(80), torch.float32)
-    for head_dim in (64, 80, 96, 128, 256):
+    for head_dim in (64, 80, 128, 256):
         names = layouts(head_dim)
         pairs = list(zip(names, names[1:] + names[:1], strict=True))
         for k, v in pairs if head_dim in (80, 128) else pairs[:2]:

@@ -1,12 +1,14 @@
-"""Kernel cases under Triton's interpreter, in a child process: Triton reads TRITON_INTERPRET when imported."""
+"""Kernel cases under Triton's interpreter, in a process of their own: Triton reads TRITON_INTERPRET when imported."""
 
 from __future__ import annotations
 
 import functools
 import json
 import os
+import select
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,22 +18,36 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run_cases(path: Path | str) -> dict[str, float]:
     """The figures that the module of cases at ``path`` reports, by case."""
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     module = ".".join(Path(path).resolve().relative_to(ROOT).with_suffix("").parts)
-    done = subprocess.run(
-        [sys.executable, "-m", module], cwd=ROOT, env=env, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    figures: dict[str, float] = json.loads(done.stdout)
+    server = _server()
+    assert server.stdin is not None and server.stdout is not None
+    with tempfile.TemporaryDirectory() as folder:
+        output, errors = Path(folder) / "output", Path(folder) / "errors"
+        print(json.dumps([module, str(output), str(errors)]), file=server.stdin, flush=True)
+        answered, _, _ = select.select([server.stdout], [], [], 600)
+        assert answered, f"{module} takes longer than ten minutes"
+        assert server.stdout.readline() == "0\n", errors.read_text()[-4000:]
+        figures: dict[str, float] = json.loads(output.read_text())
     return figures
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    """Ends with this process, which closes its pipe."""
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", f"{__package__}.interpreter_server"]
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def report(cases: dict[str, Callable[[], float]]) -> None:
     """Child side: runs every case and prints its figure; a case that raises reports the error."""
+    from .quick_types import use_quick_types
+
     _use_true_bf16()
     _use_true_fma()
     _use_true_float8()
     _use_less_time()
+    use_quick_types()
     figures: dict[str, Any] = {}
     for name, case in cases.items():
         try:
@@ -76,6 +92,8 @@ def _use_true_bf16() -> None:
         return TensorHandle(sums.astype(d.data.dtype), d.dtype.scalar)
 
     def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        if (src.dtype.scalar, dst_type.scalar) == (tl.bfloat16, tl.float32):
+            return value(src)
         if (src.dtype.scalar, dst_type.scalar) != (tl.float32, tl.bfloat16):
             return plain_cast(self, src, dst_type)
         bits = np.ascontiguousarray(src.data).view(np.uint32)

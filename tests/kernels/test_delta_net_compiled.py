@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from studies.kernels.compiled import compile_kernel, delta_net_kernels, describe
 
-SPILLED = {"chunk_scan": 160}  # bytes; a chunk's products keep three operands of 64 tokens
+SPILLED = {"chunk_scan": 384}  # bytes; a chunk's products keep three operands of 64 tokens
 
 
 @pytest.mark.parametrize(
@@ -25,4 +25,4 @@ def test_kernels_fit_in_registers_and_shared_memory(capability: int) -> None:
         if "step" in name:
             assert found["registers"] <= 128, name
         names.add(name)
-    assert len(names) == 14
+    assert len(names) == 17

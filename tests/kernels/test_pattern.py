@@ -221,6 +221,7 @@ def test_mining_and_seals_on_a_gpu(number: int) -> None:
     assert torch.equal(there.memory.cpu(), here.memory)
 
 
+@pytest.mark.slow
 def test_seals_compile_and_do_not_spill() -> None:
     pytest.importorskip("triton")
     from studies.kernels.compiled import compile_kernel, describe, seal_kernels

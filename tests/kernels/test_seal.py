@@ -95,8 +95,16 @@ def test_kivi_codes() -> None:
         assert (ours != kivi).double().mean() <= (0 if bits == 2 else 0.02)
 
 
-@pytest.mark.parametrize("lay_out", [BlockLayout.stack, lay_apart])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+# Every dtype and both layouts with every head dim; all pairs of them are the long form.
+LAID_OUT = [
+    *((torch.bfloat16, BlockLayout.stack), (torch.float16, lay_apart), (torch.float32, BlockLayout.stack)),
+    pytest.param(torch.bfloat16, lay_apart, marks=pytest.mark.slow),
+    pytest.param(torch.float16, BlockLayout.stack, marks=pytest.mark.slow),
+    pytest.param(torch.float32, lay_apart, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("dtype", "lay_out"), LAID_OUT)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_cpu_equals_reference_and_leaves_other_bytes(head_dim: int, dtype: torch.dtype, lay_out: Callable) -> None:
     shape = PageShape(3, 128, head_dim)

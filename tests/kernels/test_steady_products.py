@@ -9,10 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qkv_engine.kernels.attention_parts import merge_parts, merge_steadily
-from qkv_engine.kernels.linear import linear, linear_swiglu, pack_steadily, padded_rows, steady
-from qkv_engine.kernels.linear.steady import MOST_ROWS, RowSpan, SteadyWeight, agreeing_rows, by_rows
-from qkv_engine.kernels.paged_decode import DecodePlan, paged_decode, paged_decode_reference
+from qkv_engine.kernels.attention_parts import merge_parts, merge_steadily, partial_attention
+from qkv_engine.kernels.linear import cpu, linear, linear_swiglu, pack_steadily, padded_rows, steady
+from qkv_engine.kernels.linear.steady import (
+    MOST_ROWS,
+    Columns,
+    RowSpan,
+    SteadyWeight,
+    agreeing_rows,
+    by_rows,
+    steady_layout,
+)
+from qkv_engine.kernels.paged_decode import DecodePlan, cut, paged_decode, paged_decode_reference
 from qkv_engine.kernels.paged_prefill.triton import pieces_of
 from qkv_engine.kernels.request_pages import LayerPages, RequestPages
 
@@ -75,7 +83,7 @@ def fake_product(changes_at: set[int], by_place: int | None = None):
 )
 def test_numbers_of_rows_that_agree(changes_at, by_place, span, monkeypatch):
     monkeypatch.setattr(steady, "_product", fake_product(changes_at, by_place))
-    assert agreeing_rows.__wrapped__(3, 5, torch.bfloat16, torch.get_num_threads()) == span
+    assert agreeing_rows(lambda weight: weight, 3, 5, torch.bfloat16, torch.get_num_threads()) == span
 
 
 def test_products_keep_to_the_numbers_that_agree(monkeypatch):
@@ -94,22 +102,41 @@ def test_products_keep_to_the_numbers_that_agree(monkeypatch):
     assert seen and all(4 <= number <= 8 for number in seen)
 
 
-@pytest.mark.parametrize("factor", [1.0, 1.0 + 2.0**-20])
-def test_few_rows_have_a_product_of_their_own_only_where_it_agrees(factor, monkeypatch):
-    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return 2.0 * x[:, :1] if bias is None else 2.0 * x[:, :1] + bias
-
-    def product_of_few(x: Tensor, columns: Tensor, bias: Tensor | None) -> Tensor:
-        return factor * product(x, columns, bias)
+@pytest.mark.parametrize("changes_at", [{1}, {1, 2}, {1, 128}], ids=str)
+def test_small_weights_are_multiplied_by_columns_only_where_that_agrees(changes_at, monkeypatch):
+    def product(x: Tensor, weight: object, bias: Tensor | None) -> Tensor:
+        is_changed = isinstance(weight, Columns) and len(x) in changes_at
+        return x[:, :1] * (1.0 if is_changed else 2.0)
 
     monkeypatch.setattr(steady, "_product", product)
-    monkeypatch.setattr(steady, "_product_of_few", product_of_few)
-    found = agreeing_rows.__wrapped__(9, 16, torch.float32, torch.get_num_threads())
-    assert found == RowSpan(1, 128, has_few=factor == 1.0)
+    monkeypatch.setattr(cpu, "FEW_ROWS", 2)
+    weight = torch.randn(9, 16)
+
+    def pack(weight: Tensor) -> SteadyWeight:
+        layout, span = steady_layout.__wrapped__(*weight.shape, weight.dtype, torch.get_num_threads())
+        return SteadyWeight(layout(weight), span)
+
+    small, large, narrow = pack(weight), pack(weight.repeat(2**13, 1)), pack(weight.bfloat16())
+    assert isinstance(small.weight, Columns) == (changes_at == {1})
+    assert small.span == RowSpan(2 if changes_at == {1} else 1, 128)
+    assert not isinstance(large.weight, Columns) and not isinstance(narrow.weight, Columns)
+    monkeypatch.setattr(cpu, "FEW_ROWS", 0)  # where torch's own product is slow
+    assert not isinstance(pack(weight).weight, Columns)
+
+
+def test_torchs_own_product_has_the_same_bits_for_any_number_of_rows(num_threads):
+    x, matrix, bias = torch.randn(300, 256), torch.randn(96, 256), torch.randn(96)
+    span = agreeing_rows(steady._columns, 96, 256, torch.float32, num_threads)
+    weight = SteadyWeight(steady._columns(matrix), span)
+    whole = linear(x, weight, bias)
+    assert relative_error(whole, F.linear(x.double(), matrix.double(), bias.double()).float()) < 1e-5
+    for number in NUMBERS:
+        assert torch.equal(linear(x[3 : 3 + number].clone(), weight, bias), whole[3 : 3 + number])
 
 
 def test_no_row_is_divided_among_threads(monkeypatch):
     monkeypatch.setattr(steady, "DIVIDED_ELEMENTS", 21)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     seen = list[int]()
 
     def double(x: Tensor) -> Tensor:
@@ -119,6 +146,8 @@ def test_no_row_is_divided_among_threads(monkeypatch):
     x = torch.randn(9, 5)
     assert torch.equal(by_rows(double, x), 2 * x) and seen == [4, 4, 1]
     assert torch.equal(by_rows(double, x[:4]), 2 * x[:4]) and seen[3:] == [4]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert torch.equal(by_rows(double, x), 2 * x) and seen[4:] == [9]
 
 
 def test_the_numbers_that_are_tried_are_those_that_are_computed():
@@ -132,7 +161,7 @@ def test_parts_are_merged_alike(heads):
         out, lse = torch.randn(number, 7, *heads, 20), 5 * torch.randn(number, 7, *heads)
         merged, total = merge_steadily(out.clone(), lse)
         assert relative_error(merged, merge_parts(out, lse)) < 1e-6
-        assert torch.allclose(total, lse.logsumexp(0), atol=1e-5)
+        assert torch.allclose(total.log() + lse.amax(0), lse.logsumexp(0), atol=1e-5)
         for batch in (1, 3):
             for lacking in (0, 1, 30):
                 more = torch.cat((out, out[:1].expand(lacking, -1, -1, -1, -1)))[:, :batch]
@@ -149,7 +178,7 @@ def placed(tables: list[list[int]], lengths: list[int]) -> list[RequestPages]:
 
 
 def steady_plan(requests: list[RequestPages], sink_tokens: int = 0, window: int | None = None) -> DecodePlan:
-    return DecodePlan.build(requests, BLOCK_TOKENS, window, sink_tokens=sink_tokens, is_steady=True)
+    return DecodePlan.build(requests, BLOCK_TOKENS, window, sink_tokens=sink_tokens, unit=32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -184,6 +213,32 @@ def test_a_steady_plan_lives_on_while_open_blocks_grow():
     grown = steady_plan(placed(tables, [137, 90, 127]))
     later = plan.with_lengths([9, 90, 127])
     assert torch.equal(paged_decode(q, pages, later, SCALE), paged_decode(q, pages, grown, SCALE))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("group", "head_dim", "num_sink"), [(2, 64, 0), (2, 128, 32), (5, 80, 32)])
+def test_hidden_tokens_behind_a_cut_change_no_bit(group, head_dim, num_sink, dtype):
+    unit = cut.agreeing_unit((group, head_dim, dtype), num_sink, BLOCK_TOKENS)
+    assert BLOCK_TOKENS % unit == 0
+    q, k, v = (torch.randn(3, 2, n, head_dim).to(dtype) for n in (group, num_sink + 128, num_sink + 128))
+    for num_seen in range(num_sink + 1, num_sink + 128, 9):
+        mask = torch.zeros(1, 1, 1, num_sink + 128)
+        mask[..., num_seen:] = float("-inf")
+        end = num_sink - (num_sink - num_seen) // unit * unit
+        whole = partial_attention(q, k, v, scale=SCALE, mask=mask)
+        short = partial_attention(q, k[:, :, :end], v[:, :, :end], scale=SCALE, mask=mask[..., :end])
+        assert all(map(torch.equal, whole, short)), num_seen
+
+
+def test_a_cut_that_changes_bits_is_not_made(monkeypatch):
+    def attention(q: Tensor, k: Tensor, v: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+        return q + (1e-6 if k.shape[2] == 96 else 0.0), q[..., 0]
+
+    assert cut.agreeing_unit.__wrapped__((2, 16, torch.float32), 0, 128) in (cut.UNIT, 128)
+    monkeypatch.setattr(cut, "partial_attention", attention)
+    assert cut.agreeing_unit.__wrapped__((2, 16, torch.float32), 0, 128) == 128
+    monkeypatch.setattr(cut, "partial_attention", lambda q, k, v, **options: (q, q[..., 0]))
+    assert cut.agreeing_unit.__wrapped__((2, 16, torch.float32), 0, 128) == cut.UNIT
 
 
 @pytest.mark.parametrize(

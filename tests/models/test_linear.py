@@ -18,7 +18,7 @@ BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("few_rows", [0, 2])
 def test_packed_equals_reference(m, i, o, dtype, with_bias, few_rows, monkeypatch):
-    monkeypatch.setattr(cpu, "_FEW_ROWS", few_rows)
+    monkeypatch.setattr(cpu, "FEW_ROWS", few_rows)
     generator = torch.Generator().manual_seed(m * i + o)
     x, weight, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in [(m, i), (o, i), (o,)])
     out = linear(x, pack_weight(weight), bias if with_bias else None)
@@ -42,7 +42,7 @@ def test_float32_is_packed_here():
 
 @pytest.mark.parametrize(("few_rows", "nbytes", "is_kept"), [(2, 64, True), (2, 63, False), (0, 64, False)])
 def test_a_small_weight_is_kept_plain_where_few_rows_gain(few_rows, nbytes, is_kept, monkeypatch):
-    monkeypatch.setattr(cpu, "_FEW_ROWS", few_rows)
+    monkeypatch.setattr(cpu, "FEW_ROWS", few_rows)
     monkeypatch.setattr(cpu, "SMALL_NBYTES", nbytes)
     weight = pack_weight(torch.ones(4, 4))
     assert isinstance(weight, cpu.PackedWeight) and (weight.plain is not None) == is_kept

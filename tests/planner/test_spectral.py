@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from qkv_engine import CapacityError, ConfigError, ModelError
 from qkv_engine.bench.plan_report import layer_rows, rung_rows
+from qkv_engine.device.per_token import per_token
 from qkv_engine.fingerprint import ModelFingerprint
 from qkv_engine.kernels.formats import PageShape, make_format
 from qkv_engine.kernels.formats.graded import GradedSide
@@ -134,7 +135,7 @@ def test_errors_fall_with_bits_and_bytes():
 def test_a_floor_fits_its_budget(budget: str):
     plan = made_up_plan(budget)
     ladder = ladder_of(plan.config("plan"), MODEL)
-    bits = ladder.effective_bits(ladder.last)
+    bits = per_token(ladder, ladder.last, 8192).bits
     assert float(budget.removesuffix("bits")) - 0.06 < bits <= float(budget.removesuffix("bits"))
     floor = plan.config("plan").rungs[-1]
     assert floor.name == "spectral" and len(set(floor.k)) > 1

@@ -33,6 +33,7 @@ def make_group_spec(
     has_bank: bool = False,
     num_windows: int = 0,
     block_tokens: int = BLOCK,
+    state_floors: tuple[int, ...] = (),
 ) -> GroupSpec:
     """A group with bytes chosen by the test. ``others``: slots that hold no tokens, the last one a bank if any is."""
     sinks = (RequestSlot("sink", sink, sink_nbytes, 0),) if sink else ()
@@ -46,6 +47,7 @@ def make_group_spec(
         visible=visible,
         has_bank=has_bank,
         num_windows=num_windows,
+        state_floors=state_floors,
     )
 
 
@@ -79,9 +81,9 @@ def make_space(
     """KV memory of ``num_blocks`` widest blocks, with slabs of ``slab_blocks``."""
     block = spec.main.widest.nbytes
     slab = round(slab_blocks * block)
-    reserve = reserve_nbytes([[rung.nbytes for rung in group.rungs] for group in spec.groups], block, slab)
+    reserve = reserve_nbytes([chain.sizes for chain in spec.chains], block, slab)
     tables = BlockTables(Arena(round(num_blocks * block), slab, reserve, block_nbytes=block), spec)
-    return KVManager(tables, PrefixCache(tables, "model") if prefix else None, quota)
+    return KVManager(tables, PrefixCache(tables, "model", quota=quota) if prefix else None, quota)
 
 
 def make_scheduler(

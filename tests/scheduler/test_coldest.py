@@ -26,7 +26,7 @@ class AllInOrder:
         chosen = [heappop(self.heap) for _ in range(min(number, len(self.heap)))]
         for candidate in chosen:
             if candidate.rung + 1 < candidate.block.floor:
-                heappush(self.heap, candidate._replace(rung=candidate.rung + 1))
+                heappush(self.heap, candidate.next())
         return chosen
 
 

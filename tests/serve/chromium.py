@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 PROGRAM = shutil.which("chromium")
@@ -21,17 +22,22 @@ _OPTIONS = (
 
 
 class Tab:
-    """A tab. ``complaints`` are the messages of its console, those of violated policies among them."""
+    """A tab. ``complaints`` are the messages of its console, those of violated policies among them.
+
+    A field that asks for a file gets none but that of ``give_file``.
+    """
 
     def __init__(self, send: int, receive: int):
         self._out, self._in = os.fdopen(send, "wb", buffering=0), os.fdopen(receive, "rb")
         self._session: str | None = None
         self._number, self._rest = 0, b""
         self.complaints: list[str] = []
+        self._choosers: list[int] = []  # fields that ask for a file
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
+        self.call("Page.setInterceptFileChooserDialog", enabled=True)
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         """The result of a command of the protocol."""
@@ -74,6 +80,14 @@ class Tab:
     def type(self, text: str) -> None:
         self.call("Input.insertText", text=text)
 
+    def give_file(self, path: Path, seconds: float = 20.0) -> None:
+        """Chooses a file for the field that has asked for one."""
+        deadline = time.monotonic() + seconds
+        while not self._choosers:
+            assert time.monotonic() < deadline, "no field asks for a file"
+            self.run("0")
+        self.call("DOM.setFileInputFiles", files=[str(path)], backendNodeId=self._choosers.pop())
+
     def show_as(self, width: int, height: int, scheme: str = "light") -> None:
         """A window of CSS pixels, in the colours that the reader prefers."""
         mobile = width < 600
@@ -104,6 +118,8 @@ class Tab:
                 self.complaints.append(str(params["exceptionDetails"]))
             case "Runtime.consoleAPICalled":
                 self.complaints.append(str(params["args"]))
+            case "Page.fileChooserOpened":
+                self._choosers.append(params["backendNodeId"])
             case "Log.entryAdded":
                 self.complaints.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
 

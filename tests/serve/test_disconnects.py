@@ -103,7 +103,7 @@ async def visit_often(url: str, number: int, at_once: int) -> None:
         await asyncio.gather(*(one() for _ in range(number)))
 
 
-@pytest.mark.parametrize("number", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [100, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_random_disconnects_leave_nothing(demo_engine: Engine, number: int):
     with running(demo_engine) as server:  # opens what a process opens once
         asyncio.run(visit_often(server.url, 20, at_once=8))

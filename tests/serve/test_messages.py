@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 
 from qkv_engine import Engine
@@ -15,6 +14,9 @@ from qkv_engine.serve.limits import Limits
 
 from .running import HELLO, Running, running
 from .scripted import WEATHER, call_text, calling, say, seen
+
+if TYPE_CHECKING:
+    import anthropic
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 TOOL = {"name": "weather", "description": "The weather.", "input_schema": WEATHER}
@@ -25,6 +27,8 @@ TWO = f"Let me see.\n{call_text('weather', city='Rom')}\n{call_text('weather', c
 
 
 def client_of(server: Running, key: str = "any") -> anthropic.Anthropic:
+    import anthropic  # two seconds, which whoever only collects the tests does not need
+
     return anthropic.Anthropic(base_url=server.url, api_key=key, max_retries=0, timeout=60)
 
 
@@ -173,7 +177,7 @@ def test_why_an_answer_ends(server: Running, client: anthropic.Anthropic):
     assert (cut.stop_reason, cut.usage.output_tokens) == ("max_tokens", 5)
 
 
-@pytest.mark.parametrize("most", [10_000, 250])
+@pytest.mark.parametrize("most", [10_000, pytest.param(250, marks=pytest.mark.slow)])
 def test_more_tokens_than_the_context_has_are_what_it_has(most: int):
     """Clients send the bound of Anthropic's models, which smaller contexts never have room for."""
     with Engine(kv="fp32", kv_memory="64MiB", max_model_len=250) as engine, running(engine) as server:
@@ -235,6 +239,8 @@ def test_tokens_are_counted_as_they_are_used(tools: Running, server: Running, cl
 
 
 def test_a_key_is_taken_from_either_header(demo_engine: Engine):
+    import anthropic
+
     with running(demo_engine, keys=Keys([("alice", "alice-secret-1")])) as server:
         assert client_of(server, "alice-secret-1").messages.create(**{**ASKED, "max_tokens": 1}).type == "message"
         bearer = anthropic.Anthropic(base_url=server.url, auth_token="alice-secret-1", max_retries=0)
@@ -248,6 +254,8 @@ def test_a_key_is_taken_from_either_header(demo_engine: Engine):
 
 
 def test_a_stream_that_breaks_off_ends_with_an_error(demo_engine: Engine):
+    import anthropic
+
     with running(demo_engine, limits=Limits(request_timeout=0.5, max_body=5000)) as server:
         *_, last = events_of(server, ENDLESS)
         assert (last["type"], last["error"]["type"]) == ("error", "timeout_error")

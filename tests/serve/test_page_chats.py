@@ -167,7 +167,7 @@ def test_the_page_is_used_by_keyboard_alone(page: chromium.Tab):
         seen.append(page.run(FOCUS))
         assert page.run("getComputedStyle(document.activeElement).outlineStyle") != "none", seen
         page.press("Tab", 9)
-    order = ["new", "open", "delete", "export-chat", "forget", "chat", "copy", "edit", "SUMMARY"]
+    order = ["new", "open", "delete", "export-chat", "import-chat", "forget", "chat", "copy", "edit", "SUMMARY"]
     assert seen == [*order, "copy", "again", "edit", "question", "send", "SUMMARY", "SUMMARY"]
     page.run("document.querySelector('#question').focus()")
     page.type("one")

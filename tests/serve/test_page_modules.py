@@ -124,6 +124,56 @@ def test_a_whole_conversation_is_exported_with_its_last_answer(modules: Path, to
 
 
 @node.needs_node
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_is_exported_is_read_as_it_was(modules: Path, whole: bool):
+    script = """
+import { DIALECTS, untilQuestion } from "./bodies.js";
+import { readConversation } from "./importing.js";
+    const bodies = (chat) => Object.values(DIALECTS).map(({ body }) => body(chat, card));
+    const own = bodies({ ...chat, turns: whole ? chat.turns : untilQuestion(chat.turns) });
+    const read = own.map((body) => readConversation(JSON.stringify(body), card));
+    return { own, again: read.map(bodies), turns: read.map(({ turns }) => turns) };"""
+    given = SETTINGS | {"system": "Be brief.", "tools": json.dumps([TOOL]), "temperature": "0.5", "floor": "dense32"}
+    for settings in ({"thinking": "on"}, {"thinking": "off", "maxTokens": "3"}, {"system": "", "tools": ""}):
+        turns = json.loads(json.dumps(TURNS).replace('city\\": ', 'city\\":'))  # Messages keep no spaces of arguments
+        chat = {"turns": turns, "settings": given | settings}
+        found = node.run(modules, script, chat=chat, card=CARD, whole=whole)
+        assert found["again"] == [found["own"]] * 3
+        assert found["turns"][0] == found["turns"][1] == found["turns"][2]
+        assert [turn["role"] for turn in found["turns"][0]][:5] == ["user", "assistant", "tool", "tool", "assistant"]
+        assert found["turns"][0][2]["name"] == "weather"
+
+
+@node.needs_node
+def test_a_file_that_is_no_conversation_is_told_in_words(modules: Path):
+    script = """import { readConversation } from "./importing.js";
+    const read = (text) => readConversation(text, {}).turns;
+    return texts.map((text) => { try { return read(text); } catch (error) { return error.message; } });"""
+    image = {"type": "image_url", "image_url": {"url": "https://host/cat.png"}}
+    lost = {"type": "function_call_output", "call_id": "x", "output": "3"}
+    texts = {
+        "{": "no JSON",
+        "null": "no conversation",
+        "[]": "no conversation",
+        '{"messages": {}}': "no conversation",
+        '{"messages": []}': "no turns",
+        '{"messages": [{"role": "system", "content": "Hi"}]}': "no turns",
+        '{"messages": [3]}': "has the role",
+        '{"messages": [null]}': "has the role",
+        '{"messages": [{"role": "critic", "content": "Hi"}]}': 'the role "critic"',
+        json.dumps({"messages": [{"role": "user", "content": [image]}]}): "a part of type image_url",
+        json.dumps({"messages": [{"role": "user", "content": 3}]}): "a part without text",
+        json.dumps({"input": [lost]}): "result of a call that it does not have",
+        json.dumps({"input": [{"type": "web_search_call"}]}): "an item of type web_search_call",
+        json.dumps({"messages": [{"role": "assistant", "tool_calls": [{}]}]}): "names no function",
+    }
+    for words, expected in zip(node.run(modules, script, texts=list(texts)), texts.values(), strict=True):
+        assert isinstance(words, str) and expected in words
+    plain = {"input": "Hello", "instructions": "Be brief."}
+    assert node.run(modules, script, texts=[json.dumps(plain)]) == [[user("Hello")]]
+
+
+@node.needs_node
 def test_settings_that_the_model_does_not_know_are_not_sent(modules: Path):
     settings = SETTINGS | {"tools": json.dumps([TOOL]), "thinking": "on"}
     chat = {"turns": [user("Hello")], "settings": settings}

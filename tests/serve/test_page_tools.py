@@ -15,6 +15,7 @@ from .scripted import WEATHER, call_text, calling, say
 
 pytestmark = needs_chromium
 TOOLS = json.dumps([{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}])
+SHOWN = "[...document.querySelectorAll('article :is(h2, h3, .text)')].map((each) => each.innerText)"
 ROLES = "[...document.querySelectorAll('article')].map((each) => each.classList[0])"
 
 
@@ -106,6 +107,57 @@ def test_what_is_exported_is_answered(
     page.wait("!document.querySelector('#export').open")
     assert page.complaints == []
     calls.wait_until_idle()
+
+
+@pytest.mark.parametrize("width", [1280, 360])
+def test_what_was_exported_is_imported_by_keyboard(
+    calls: Running, page: chromium.Tab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, width: int
+):
+    page.run("document.querySelector('#system').value = 'Be brief.'")
+    ask_weather(page, monkeypatch, calls)
+    page.run("document.querySelector('#max-tokens').value = 1")
+    ask(page, "What is 47*86?")
+    asked, before = sent(page), page.run(SHOWN)
+    page.run("document.querySelector('#export-chat').click()")
+    for dialect in ("chat", "responses", "messages"):
+        page.run(f"document.querySelector('#dialect').value = '{dialect}'")
+        page.run("document.querySelector('#dialect').dispatchEvent(new Event('change'))")
+        (tmp_path / f"{dialect}.json").write_text(page.run("document.querySelector('#exported').value"))
+    page.run("document.querySelector('#export').close()")
+    (tmp_path / "other.json").write_text('{"dataset": []}')
+    page.show_as(width, 720)
+    for number, dialect in enumerate(("chat", "responses", "messages"), 1):
+        page.run("document.querySelector('#new').click()")
+        page.run("document.querySelector('#tools').value = ''")
+        import_file(page, tmp_path / "other.json", is_drawer=width < 800)
+        problem = page.wait("document.querySelector('#problem').checkVisibility() && problem.innerText")
+        assert problem.startswith("This file is no conversation") and page.run(ROLES) == []
+        assert page.run("document.documentElement.scrollWidth") == width
+        page.run("document.querySelector('#import-chat').focus()")
+        page.press("Enter", 13, "\r")
+        page.give_file(tmp_path / f"{dialect}.json")
+        page.wait(f"{ROLES}.length === 6")
+        finished(page)  # the question at its end is answered
+        assert sent(page) == asked
+        assert page.run(SHOWN) == before
+        assert page.run("document.activeElement.id") == "question" and page.run("problem.hidden")
+        assert page.run("document.querySelectorAll('#list li').length") == 1 + number
+        assert page.run("getComputedStyle(document.querySelector('#chats')).position") == (
+            "static" if width == 1280 else "fixed"
+        )
+    assert page.complaints == []
+    calls.wait_until_idle()
+
+
+def import_file(tab: chromium.Tab, path: Path, *, is_drawer: bool) -> None:
+    """Opens the drawer where the list is one, and gives the page a file, by keyboard."""
+    if is_drawer:
+        tab.run("document.querySelector('#show-chats').focus()")
+        tab.press("Enter", 13, "\r")
+        tab.wait("document.querySelector('#import-chat').checkVisibility()")
+    tab.run("document.querySelector('#import-chat').focus()")
+    tab.press("Enter", 13, "\r")
+    tab.give_file(path)
 
 
 def wait_for(tab: chromium.Tab, file: Path) -> None:

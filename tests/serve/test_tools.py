@@ -18,7 +18,6 @@ from qkv_engine.serve.tools.schemas import Tools, as_json, read_tools, types_of,
 
 from .tool_writers import FORMS, NAMES, Call, Form, Writer, tools_for
 
-NUM_FUZZED = 1000  # calls of each family
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "</x>"]}}\n</tool_call>'
 ALL = Tools(read_tools([{"type": "function", "function": {"name": name}} for name in NAMES]))
 forms = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
@@ -66,9 +65,10 @@ def cut(rng: random.Random, text: str) -> list[str]:
 
 
 @forms
-def test_fuzzed_calls_come_back(form: Form):
+@pytest.mark.parametrize("most", [300, pytest.param(1000, marks=pytest.mark.slow)])
+def test_fuzzed_calls_come_back(form: Form, most: int):
     family, number, seed = form.family, 0, 0
-    while number < NUM_FUZZED:
+    while number < most:
         writer = Writer(seed, form.own)
         calls = writer.calls()
         text = form.write(calls)
@@ -82,8 +82,9 @@ def test_fuzzed_calls_come_back(form: Form):
 
 
 @forms
-def test_a_stream_cut_anywhere_is_a_prefix(form: Form):
-    for seed in range(12):
+@pytest.mark.parametrize("number", [4, pytest.param(12, marks=pytest.mark.slow)])
+def test_a_stream_cut_anywhere_is_a_prefix(form: Form, number: int):
+    for seed in range(number):
         writer = Writer(seed, form.own)
         calls, shown = writer.calls(), writer.text() if form.takes_text else ""
         text, tools = f"{shown}{form.write(calls)}", Tools(read_tools(tools_for(calls)))
@@ -159,9 +160,10 @@ def _is_like(form: Form, other: Form) -> bool:
 
 
 @forms
-def test_broken_calls_lose_nothing(form: Form):
+@pytest.mark.parametrize("number", [50, pytest.param(150, marks=pytest.mark.slow)])
+def test_broken_calls_lose_nothing(form: Form, number: int):
     """A call with a character taken out or put in: the parser ends, and no text vanishes but marks and white space."""
-    for seed in range(150):
+    for seed in range(number):
         writer = Writer(seed, form.own)
         calls = writer.calls(2)
         text, at = form.write(calls), 0

@@ -28,7 +28,7 @@ class Admission:
                 dense, narrow = most_blocks(group, group.blocks_for(most), at > 0)
                 demand[group.sizes[0]] += dense
                 demand[group.sizes[at]] += narrow
-                demand.update(group.slots)
+                demand.update(group.slot_sizes(min(floor, rung)))
         return +demand
 
     def admits(self, requests: Sequence[Any], floors: Sequence[int]) -> bool:

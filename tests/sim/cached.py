@@ -22,6 +22,7 @@ class Part(NamedTuple):
     a checkpoint.
     """
 
+    is_within: bool  # whether its tenant is within his share, or it is a checkpoint
     rank: int  # of the hints: done, plain, retained
     is_inner: bool  # whether cached blocks follow, which would be lost
     since: int
@@ -55,35 +56,66 @@ class Cached:
     def _idle(self) -> Iterator[Part]:
         entries = {} if self._prefix is None else self._prefix._entries
         inner = {entry.parent for entry in entries.values()}
-        groups = self.options.groups
+        groups, over = self.options.groups, self.over()
         for key, checkpoint in self.checkpoints().items():
             if all(slot.refs == 1 for slot in checkpoint.slots):
-                yield Part(self._prefix.hints.rank(key), False, checkpoint.since, False, CHECKPOINT, key)
-        full = [index for index, group in enumerate(groups) if group.visible is None]
+                yield Part(True, self._prefix.hints.rank(key), False, checkpoint.since, False, CHECKPOINT, key)
+        full = self._full()
         for entry in entries.values():
             idle = [block is not None and block.refs == 1 for block in entry.blocks]
+            is_within = entry.tenant not in over
             if full and all(idle[index] for index in full):
-                yield Part(*self._order(entry.key, entry.key in inner), entry.since[full[0]], True, 0, entry.key)
+                order = self._order(entry.key, entry.key in inner)
+                yield Part(is_within, *order, entry.since[full[0]], True, 0, entry.key)
             for index, group in enumerate(groups):
                 if group.visible is not None and idle[index]:
-                    yield Part(*self._order(entry.key, False), entry.since[index], False, index, entry.key)
+                    yield Part(is_within, *self._order(entry.key, False), entry.since[index], False, index, entry.key)
 
     def _order(self, key: bytes, is_inner: bool) -> tuple[int, bool]:
         """What comes before age: a piece that is done waits for those that follow it."""
         rank = self._prefix.hints.rank(key)
         return (1 if rank == 0 and is_inner else rank), is_inner
 
+    def shares(self) -> Counter[str]:
+        """Bytes of blocks that can be given up, by the tenant that they count for."""
+        entries, full = {} if self._prefix is None else self._prefix._entries, self._full()
+        found = Counter[str]()
+        for entry in entries.values():
+            idle = [index for index, block in enumerate(entry.blocks) if block is not None and block.refs == 1]
+            for index in idle:
+                if index not in full or all(each in idle for each in full):
+                    found[entry.tenant] += entry.blocks[index].slot.nbytes
+        return found
+
+    def over(self) -> set[str]:
+        """Tenants whose idle blocks take more than their share."""
+        if self.options.quota is None or self._prefix is None:
+            return set()
+        most = self.options.quota * self._prefix._tables.arena.goal_nbytes
+        return {tenant for tenant, nbytes in self.shares().items() if nbytes > most}
+
+    def _full(self) -> list[int]:
+        return [index for index, group in enumerate(self.options.groups) if group.visible is None]
+
     def coldest(self, number: int) -> list[Any]:
         """The first ``number`` blocks to step down: of those that no request holds, by rung and age."""
         entries = {} if self._prefix is None else self._prefix._entries
-        groups = self.options.groups
+        groups, over = self.options.groups, self.over()
         found = [
             (block.rung, entry.since[index], index, block)
             for entry in entries.values()
+            if not over or entry.tenant in over
             for index, block in enumerate(entry.blocks)
             if block is not None and block.refs == 1 and 0 <= block.rung < len(groups[index].sizes) - 1
         ]
-        return [block for *_, block in sorted(found)[:number]]
+        found += [
+            (groups[0].place(slot.rung)[1], checkpoint.since, place, slot)
+            for checkpoint in self.checkpoints().values()
+            if all(slot.refs == 1 for slot in checkpoint.slots)
+            for place, slot in enumerate(checkpoint.slots)
+            if slot.rung < groups[0].last(slot.rung)
+        ]
+        return [block for *_, block in sorted(found, key=lambda each: each[:3])[:number]]
 
     def kinds(self) -> Counter[tuple[int, int]]:
         """Numbers by group and rung of the blocks that can be given up."""
@@ -113,6 +145,8 @@ class Cached:
             require(block.rung <= before.rung, "a cached block gave way to a narrower one")
             self.num_replaced += before is not block
         self._filed = blocks
+        if self._prefix is not None and self.options.quota is not None:
+            require(self._prefix.idle._shares._nbytes == self.shares(), "bytes of tenants are miscounted")
         last = max(self._since.values(), default=-1)
         require(len(set(now.values())) == len(now), "two blocks fell idle at once")
         for block, since in now.items():
@@ -141,7 +175,7 @@ class Cached:
         cached, ends = self.blocks(), self.ends(request.num_tokens - 1)
         keys, checkpoints = self.keys(request, ends), self.checkpoints()
         for number in range(len(keys), 0, -1):
-            if with_states and options.num_states and keys[number - 1] not in checkpoints:
+            if with_states and options.num_states and not self._begins(checkpoints.get(keys[number - 1]), request):
                 continue
             found = [
                 [cached.get((keys[piece], index)) for piece in self.pieces(group, ends[number - 1], number)]
@@ -150,6 +184,12 @@ class Cached:
             if all(self.serves(group, found[i], request, ends[number - 1]) for i, group in enumerate(options.groups)):
                 return ends[number - 1], found
         return 0, [[] for _ in options.groups]
+
+    def _begins(self, checkpoint: Any, request: Any) -> bool:
+        """Whether a request may begin on a checkpoint, if there is one: no state is narrower than it allows."""
+        group, floor = self.options.groups[0], self.options.floor(request.params)
+        most = group.state_floors[floor] if self.options.state_below else 0
+        return checkpoint is not None and all(group.place(slot.rung)[1] <= most for slot in checkpoint.slots)
 
     def check_filed(self, request: Any, tables: list[Any], start: int, num_tokens: int) -> None:
         """Checks that no block of ``request`` among its pieces from ``start`` on is worth more than the one filed.

@@ -147,9 +147,34 @@ def with_states(options: Options) -> Options:
     number = rng.randint(1, 3)
     sizes = rng.choice(((rng.choice((1, 3, *options.sizes)),) * number, options.sizes[:1] + (1, 3)[: number - 1]))
     more = rng.choice(((), (), (1,)))
-    return replace(
+    changed = replace(
         options, prefix=True, other_slots=(*sizes, *more), num_states=len(sizes), returns=rng.choice((0.2, 0.9)),
         slabs=options.slabs + len(sizes) + len(more) + rng.choice((0, 4, 12)),
+    )  # fmt: skip
+    return _with_steps(changed, rng) if len(changed.sizes) > 1 and not changed.eager else changed
+
+
+def _with_steps(options: Options, rng: random.Random) -> Options:
+    """The same options with states that step down, once or twice, and slabs for that.
+
+    Half of them have states as large as several blocks, and many requests: then memory is theirs above all.
+    """
+    number, states, is_crowded = min(rng.choice((1, 1, 2)), len(options.sizes) - 1), [], rng.random() < 0.5
+    for size in options.other_slots[: options.num_states]:
+        most = max(size, number + 2) * (rng.choice((1, 2, 3)) if is_crowded else 1)
+        sizes = sorted(rng.sample(range(1, most), number), reverse=True)
+        states.append((most, *sizes))
+    states = rng.choice((states, [states[0]] * len(states)))
+    changed = replace(
+        options, other_slots=(*(sizes[0] for sizes in states), *options.other_slots[len(states) :]),
+        state_below=tuple(sizes[1:] for sizes in states), slabs=options.slabs + len(states) * rng.choice((0, 2, 4)),
+        state_floors=_floors(rng, len(options.sizes), number + 1),
+    )  # fmt: skip
+    if not is_crowded:
+        return changed
+    return replace(
+        changed, prefix=rng.random() < 0.5, arrivals=1.0, max_num_seqs=16, longest=max(1, options.longest // 3),
+        crowd=8, budget=max(options.budget, 4 * options.block), open_ended=0.0,
     )  # fmt: skip
 
 
@@ -164,11 +189,30 @@ def with_disk(options: Options) -> Options:
     )  # fmt: skip
 
 
+def with_doubts(options: Options) -> Options:
+    """The same options with a disk, and values that turn bad while nobody looks."""
+    rng = random.Random(f"doubts {options.seed}")
+    changed = with_disk(options)
+    return replace(
+        changed, unseen=rng.choice((0.1, 0.4)), bad_blocks=rng.choice((0.0, 0.2)), faults=0.0, returns=0.9,
+        eager=False, recoveries=0.0, copies=0.0, ahead=rng.random() < 0.7, num_prompts=1, salts=rng.choice((1, 2)),
+    )  # fmt: skip
+
+
 def with_hints(options: Options) -> Options:
     """The same options with hints of sessions and times, half with a host tier, some with a disk behind it."""
     rng = random.Random(f"hints {options.seed}")
     changed = rng.choice((with_host, with_disk, lambda same: same, with_groups))(options)
     return replace(changed, prefix=True, hints=rng.choice((0.3, 0.9)), returns=rng.choice((0.2, 0.9)))
+
+
+def with_quotas(options: Options) -> Options:
+    """The same options with small quotas of two or three tenants over prefixes, half of them on the host, too."""
+    rng = random.Random(f"quotas {options.seed}")
+    changed = rng.choice((with_host, with_disk, with_hints, with_groups, lambda same: same))(options)
+    return replace(
+        changed, prefix=True, quota=rng.choice((0.25, 0.4, 0.6)), tenants=rng.choice((2, 3)), returns=0.7, aborts=0.0,
+    )  # fmt: skip
 
 
 def _floors(rng: random.Random, num_rungs: int, number: int) -> tuple[int, ...]:
@@ -222,20 +266,31 @@ CASES = {
         (*KINDS, "trim"),
     ),
     "resizes": Case(
-        with_resizes, range(9000, 9024), range(9100, 9600),
+        with_resizes, range(9000, 9012), range(9100, 9600),
         (*KINDS, "shrink", "growth"),
     ),
     "host": Case(
-        with_host, range(11_028, 11_052), range(11_100, 11_600),
+        with_host, range(11_040, 11_052), range(11_100, 11_600),
         (*(kind for kind in KINDS if kind != "refused"), "out", "written", "fetched", "parked"),
     ),
     "states": Case(
         with_states, range(12_000, 12_012), range(12_100, 12_600),
-        (*(kind for kind in KINDS if kind not in RARE), "kept", "moved along", "restored", "given up"),
+        (
+            *(kind for kind in KINDS if kind not in RARE), "kept", "moved along", "restored", "given up",
+            "checkpoint down", "state down",
+        ),
     ),
     "disk": Case(
         with_disk, range(12_000, 12_016), range(12_100, 12_600),
         (*(kind for kind in KINDS if kind != "refused"), "out", "written", "fetched", "saved", "read", "torn"),
+    ),
+    "doubts": Case(
+        with_doubts, range(14_002, 14_010), range(14_100, 14_400),
+        ("demotion", "hit", "written", "saved", "unseen"),
+    ),
+    "quotas": Case(
+        with_quotas, range(15_003, 15_013), range(15_100, 15_400),
+        ("demotion", "idle", "hit", "out", "written", "over"),
     ),
     "hints": Case(
         with_hints, range(13_000, 13_016), range(13_100, 13_600),

@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.util import find_spec, resolve_name
 from itertools import count
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from .patch import Patch, apply
@@ -26,6 +26,7 @@ MODULES = {  # in order of their imports
     "group": "qkv_engine.kv.group",
     "reserve": "qkv_engine.kv.reserve",
     "table": "qkv_engine.kv.table",
+    "shares": "qkv_engine.kv.shares",
     "hints": "qkv_engine.kv.hints",
     "idle": "qkv_engine.kv.idle",
     "borders": "qkv_engine.kv.borders",
@@ -81,6 +82,7 @@ def source_path(file: str) -> Path:
 
 
 _copies = count()
+PLACE = "_sim_copy"  # for the package of a copy, in code that all of them share
 
 
 @cache
@@ -129,12 +131,31 @@ def parsed(name: str, patch: Patch | None = None) -> ast.Module:
     return tree
 
 
-def _compiled(name: str, patch: Patch | None, package: str) -> Any:
+def _compiled(name: str, patch: Patch | None, package: str) -> CodeType:
+    code = _code(name) if patch is None else _compile(name, patch)
+    return _in_package(code, {f"{PLACE}.{other}": f"{package}.{other}" for other in MODULES})
+
+
+@cache
+def _code(name: str) -> CodeType:
+    """A module without a bug: compiled once, for the copies that differ in their package's name alone."""
+    return _compile(name, None)
+
+
+def _compile(name: str, patch: Patch | None) -> CodeType:
+    """A module that imports the others from ``PLACE``."""
     path, tree = source_path(name), parsed(name, patch)
     home = MODULES[name].rpartition(".")[0]
-    copies = {full: f"{package}.{other}" for other, full in MODULES.items()}
+    copies = {full: f"{PLACE}.{other}" for other, full in MODULES.items()}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             full = resolve_name("." * node.level + (node.module or ""), home)
             node.module, node.level = copies.get(full, full), 0
-    return compile(tree, str(path), "exec", dont_inherit=True)
+    code: CodeType = compile(tree, str(path), "exec", dont_inherit=True)
+    return code
+
+
+def _in_package(code: CodeType, names: dict[str, str]) -> CodeType:
+    """The same code, and that of its functions, with other modules imported."""
+    consts = tuple(_in_package(const, names) if isinstance(const, CodeType) else const for const in code.co_consts)
+    return code.replace(co_names=tuple(names.get(name, name) for name in code.co_names), co_consts=consts)

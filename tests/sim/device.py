@@ -97,6 +97,7 @@ class Device(Records):
     def __init__(self, nbytes: int, groups: tuple[Group, ...], has_bank: bool, host: Host):
         super().__init__(nbytes)
         self.groups, self.has_bank, self.host = groups, has_bank, host
+        self.sealed_bad: set[Any] = set()  # blocks whose bad values were sealed since somebody looked
         self.runs_again = False  # a step broke off: its tokens, and those of a step after it, are written again
 
     def apply(self, store: Any) -> list[Any]:
@@ -158,6 +159,10 @@ class Device(Records):
                 raise DeviceError("a block is moved as if it were another group's")
             if record.path and record.path[-1] != move.old:
                 raise DeviceError(f"a block on rung {record.path[-1]} is moved as if on {move.old}")
+            if record.spoilt and move.old == 0 < move.new:
+                self.sealed_bad.add(move.block)
+            if move.old < move.new <= -1 and not record.path:
+                raise DeviceError("a state that nobody wrote is rewritten")
             path = record.path if move.old == move.new else (*record.path, move.new)
             self._put(move.dst, replace(record, nbytes=group.size(move.new), path=path))
 
@@ -204,7 +209,7 @@ class Device(Records):
         """
         record = self._at(slot.slot.address, slot.slot.nbytes)
         if start:
-            if record.path != (slot.rung,):
+            if record.path[-1:] != (slot.rung,):
                 raise DeviceError(f"a state goes on from bytes of rungs {record.path}")
             if record.salt != salt:
                 raise DeviceError("a state goes on from one of another salt")

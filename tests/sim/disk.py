@@ -231,6 +231,8 @@ class Reads:
                 require((key, self._request) not in self._hosted.reads, "a piece is read twice for one who waits")
                 self._hosted.reads.add((key, self._request))
                 require(now[key].request is self._request, "a piece is read for another one")
+                tenant = self._request.params.tenant
+                require(now[key].piece.tenant == tenant, "a piece that is read counts for another tenant")
         if self._wanted and not coming:
             self._hosted.count("no room")
         return bool(coming)

@@ -21,6 +21,7 @@ class Hinted:
         self._space = space
         self.sessions: dict[tuple[str, str], set[bytes]] = {}
         self.until: dict[bytes, float] = {}  # the longest life that was asked for
+        self._tenants: dict[bytes, str] = {}  # who asked for it
 
     @property
     def _hints(self) -> Any:
@@ -48,8 +49,10 @@ class Hinted:
                 own = hints._nbytes[params.tenant] + nbytes > hints._tenant_nbytes
                 require(own or hints.retained_nbytes + nbytes > hints._most_nbytes, "a piece is not retained")
                 return
-            self.until[key] = max(until, before[key].until if key in before else until)
+            if key not in before or before[key].until < until:
+                self.until[key], self._tenants[key] = until, params.tenant
             require(life.until == self.until[key], "a piece is retained for another time")
+            require(life.tenant == self._tenants[key], "a piece counts for another tenant")
 
     def done(self, tenant: str, session: str) -> None:
         """Ends a session."""

@@ -66,5 +66,5 @@ class Holdings:
         missing = self.num_missing(request, num_tokens)
         sizes = self.dense(missing and missing + spare)
         for group, table in zip(self.options.groups, self.tables_of(request), strict=True):
-            sizes += group.slots[table.num_slots :]
+            sizes += [group.size(rung) for rung in table.slot_rungs[table.num_slots :]]
         return sizes

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .broken import require
 from .disk import SLOW, Promised, Reads
+from .host_shares import HostShares
 
 if TYPE_CHECKING:
     from .spy import SpySpace
@@ -34,13 +35,22 @@ class Hosted:
         self._parents: dict[bytes, bytes] = {}  # of pieces, by key, when blocks left last
         self._budget: int | None = None
         self._dropped = 0  # bytes that host memory had given up when blocks left last
+        self._had, self._tenants = set[bytes](), dict[bytes, str]()  # pieces then, and tenants of what left
+        self._payers: dict[bytes, str] = {}  # those that its copies count for
         self._noted = 0  # bytes beside this step
         self._counts: Counter[str] = Counter()  # since the simulator looked
+        self.shares = None if self.tier is None else HostShares(self)
 
     def take_counts(self) -> Counter[str]:
         """Blocks by what became of them since the last call."""
         counts, self._counts = self._counts, Counter()
         return counts
+
+    @property
+    def quota(self) -> float | None:
+        """Share of a tenant."""
+        found: float | None = self._space.options.quota
+        return found
 
     def count(self, what: str) -> None:
         """Counts an event."""
@@ -60,13 +70,23 @@ class Hosted:
             return
         landing = [fetch for fetch in self.tier._fetches.values() if fetch.command <= self.tier.num_commands]
         kept = [fetch for fetch in landing if self._copy(fetch.piece.key, fetch.copy.group) is fetch.copy]
+        had = set(self._space.prefix._entries)
+        wide = {(piece.key, copy.group): copy.rung for piece in self.tier._pieces.values() for copy in piece.held()}
         self._real.begin_step(copy_nbytes)
+        for (key, group), rung in wide.items():
+            copy = self._copy(key, group)
+            require(copy is not None and copy.rung <= rung, "a copy gave way to a narrower one")
+        readings = [] if self.traffic is None else self.traffic._readings
+        require(not any(r.job is not None and r.job.is_over for r in readings), "a read that is over stays under way")
         require(not any(fetch.copy in self.tier._fetches for fetch in landing), "a block never lands")
         cached = self._space.cached.blocks()
         for fetch in landing:
             filed = cached.get((fetch.piece.key, fetch.copy.group))
             if fetch in kept:
                 require(filed is not None and filed.rung <= fetch.block.rung, "a block that came is not filed")
+                entry = self._space.prefix._entries[fetch.piece.key]
+                is_right = fetch.piece.key in had or entry.tenant == fetch.piece.tenant
+                require(is_right, "a piece that comes back counts for another tenant")
             else:
                 require(filed is not fetch.block, "a block with the bytes of a copy that is gone is filed")
         require(not any(slot in self.tier._busy for slot in self._slots_taken()), "a slot stays busy")
@@ -120,6 +140,11 @@ class Hosted:
         if self.tier is None:
             return {}
         self._dropped = self.tier._moved["dropped"]
+        self._had = set(self.tier._pieces)
+        self._tenants = {key: self._space.prefix._entries[key].tenant for key, _ in blocks}
+        self._payers = {
+            key: self.tier._pieces[key].tenant if key in self._had else self._tenants[key] for key, _ in blocks
+        }
         filed = (*self._space.prefix._entries.values(), *self.tier._pieces.values())
         self._parents = {each.key: each.parent for each in filed}
         return {
@@ -143,6 +168,9 @@ class Hosted:
             is_behind = keys & self._before(key) - {key}  # of no use without what is lost before
             is_lost = not (is_behind or is_excused) and self._could_keep(key, block)
             require(not is_lost, "a block is given up and leaves no copy")
+        for key, tenant in self._tenants.items():
+            piece = None if key in self._had else self.tier._pieces.get(key)
+            require(piece is None or piece.tenant == tenant, "a copy counts for another tenant")
         new = self.num_noted() - had
         require(is_excused or new <= len(blocks) - sum(clean.values()), "a block that has a copy leaves another one")
         self._counts["out"] += new
@@ -156,14 +184,17 @@ class Hosted:
         if self._has_place(block.slot.nbytes):
             return True
         before, rank = self._before(key), self.tier.hints.rank
+        over = self.shares.over()
+        is_over = self._payers[key] in over  # then it takes no place of others
         return not self._never_fits(block.slot.nbytes) and any(
             piece.key not in before
-            and not any(self._is_used(copy) for copy in piece.held())
+            and not any(self.is_used(copy) for copy in piece.held())
             and rank(piece.key) <= max(1, rank(key))  # nobody else takes the place of what is retained
+            and (not is_over or piece.tenant in over)
             for piece in self.tier._pieces.values()
         )
 
-    def _is_used(self, copy: Any) -> bool:
+    def is_used(self, copy: Any) -> bool:
         """Whether a command under way, or the next one, names a copy."""
         return copy.slot in self.tier._busy or copy.slot in self.tier._held or copy in self.tier._writes
 

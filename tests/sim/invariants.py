@@ -52,7 +52,7 @@ def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, 
     for block in check_checkpoints(space):
         require(block not in owners, "a checkpoint's slot is in use")
         cached[block], owners[block] = 1, []
-    copied = {move.block for wave in store.waves for move in wave if move.old == move.new}
+    copied = {move.block for wave in store.waves for move in wave if move.old == move.new or move.new < 0}
     for block in check_tier(space):  # the tier owns it as the cache does
         require(block not in owners, "a block that waits for its bytes is in use")
         cached[block], owners[block] = 1, []
@@ -64,13 +64,15 @@ def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, 
     for block, floors in owners.items():
         slot, rung, index = block.slot, block.rung, block.group
         size = groups[index].size(rung)
-        require(slot.alive and slot.nbytes == size, f"a block on rung {rung} has a slot of {slot.nbytes} bytes")
-        require(block.refs == len(floors) + cached.get(block, 0), f"{block.refs} references, {len(floors)} tables")
+        require(slot.alive and slot.nbytes == size, "a block on rung {} has a slot of {} bytes", rung, slot.nbytes)
+        require(block.refs == len(floors) + cached.get(block, 0), "{} references, {} tables", block.refs, len(floors))
         if len(floors) > 1 or block.holders != floors:
             require(sorted(block.holders) == sorted(floors), "holders are not the tables that name the block")
-        floor = min(floors) if floors else len(groups[index].sizes) - 1
-        require(block.floor == floor, f"floor {block.floor}, its holders allow {floor}")
-        require(rung <= floor, f"rung {rung} below the floor {floor}")
+        is_state = rung < 0 and not index and groups[0].place(rung)[0] in space.options.state_slots
+        last = groups[index].last(rung) if is_state else len(groups[index].sizes) - 1
+        floor = min(floors) if floors else last
+        require(block.floor == floor, "floor {}, its holders allow {}", block.floor, floor)
+        require(rung <= floor, "rung {} below the floor {}", rung, floor)
         before = seen.get(block)
         is_new = before is None
         require(not is_new or slot in store._fresh or block in copied, "a new slot will not be cleared")
@@ -90,15 +92,15 @@ def check_books(space: SpySpace, seen: dict[Any, tuple[int, int]]) -> dict[Any, 
     spans.sort()
     end = 0
     for address, size in spans:
-        require(address >= end, f"two slots own byte {address}")
+        require(address >= end, "two slots own byte {}", address)
         end = address + size
     require(end <= arena.range_nbytes, "a slot lies outside the arena")
     check_hole(space, spans)
-    require(used == arena.used_nbytes <= arena.peak_nbytes, f"{used} bytes are owned, {arena.used_nbytes} counted")
-    require(live == +arena.live, f"{live} slots are owned, {+arena.live} counted")
+    require(used == arena.used_nbytes <= arena.peak_nbytes, "{} bytes are owned, {} counted", used, arena.used_nbytes)
+    require(live == +arena.live, "{} slots are owned, {} counted", live, arena.live)
     for group, found, named in zip(tables.groups, rungs, entries, strict=True):
-        require(found == +group.num_blocks, f"{found} blocks by rung, {+group.num_blocks} counted")
-        require(named == +group.num_entries, f"{named} table entries by rung, {+group.num_entries} counted")
+        require(found == +group.num_blocks, "{} blocks by rung, {} counted", found, group.num_blocks)
+        require(named == +group.num_entries, "{} table entries by rung, {} counted", named, group.num_entries)
     require(all(n < tables.groups[index].max_blocks for index, n in numbers), "a block's number is too high")
     require(not store._retiring, "slots wait to be released")
     require(+store.num_demotions == space.replayed, "demotions are miscounted")
@@ -121,22 +123,24 @@ def check_hole(space: SpySpace, spans: list[tuple[int, int]]) -> None:
     require(slabs + blocks <= arena.nbytes, "slots take more than there is")
     gone = -(-(arena.range_nbytes - space.size_asked) // chunk) * chunk
     goal = arena.range_nbytes - gone - (chunk if gone else 0)
-    require(arena.goal_nbytes == goal <= arena.nbytes, f"{arena.goal_nbytes} bytes are promised, {goal} asked for")
+    require(arena.goal_nbytes == goal <= arena.nbytes, "{} bytes are promised, {} asked for", arena.goal_nbytes, goal)
     require(arena.nbytes == goal or end - start <= gone, "more is taken than was asked for")
 
 
 def owners_of(group: Any, index: int, space: SpySpace) -> dict[Any, list[int]]:
     """The blocks in the tables of a group, each with the floors of the tables that name it."""
     options, owners = space.options, dict[Any, list[int]]()
-    has_bank, sizes = options.has_bank and not index, options.groups[index].slots
-    for table in group._tables.values():
+    has_bank, own = options.has_bank and not index, options.groups[index]
+    for name, table in group._tables.items():
         missing = table.num_slots - len(table.slots)  # the sink's, given back
         require(missing in ((0, 1) if options.groups[index].visible and options.sink else (0,)), "a slot is lost")
         for number, block in enumerate(table.slots, missing):
-            require(block.rung == -1 - number, "a slot changed its rung")
+            require(own.place(block.rung)[0] == number, "a slot is on another's rung")
             require((number == 0 and options.sink > 0) or block.refs == 1, "a slot without tokens is shared")
-            owners.setdefault(block, []).append(table.floor)
-        require(table.num_slots <= len(sizes), "a request has a slot too many")
+            is_state = not index and number in options.state_slots
+            step = own.state_floors[space.tables._floors[name]] if is_state and options.state_below else 0
+            owners.setdefault(block, []).append(own.slot_rung(number, step) if is_state else table.floor)
+        require(table.num_slots <= len(own.slots), "a request has a slot too many")
         check_bank(table, has_bank)
         for number, block in enumerate(table.blocks):
             require(block.rung >= 0, "a slot stands among the blocks")
@@ -159,17 +163,18 @@ def check_bank(table: Any, has_bank: bool) -> None:
 
 def check_room(space: SpySpace) -> None:
     """Checks the arena's room against the slabs, counted again; free slabs and slots add up."""
-    arena, live = space.tables.arena, space.memory.live()
-    for size in {size for group in space.options.groups for size in (*group.sizes, *group.slots)}:
-        require(arena.room(size) == space.memory.room(size, live), f"room for {arena.room(size)} slots of {size}")
+    arena, memory = space.tables.arena, space.memory
+    live, limit = memory.live(), memory.limit()
+    for size in {size for group in space.options.groups for size in group.all_sizes()}:
+        require(arena.room(size) == memory.room(size, live, limit), "room for {} slots of {}", arena.room(size), size)
     for places, taken in ((arena._slab_places, arena._slabs), (arena._block_places, arena._blocks)):
         require(sorted([*places.free, *taken]) == list(range(places.extent)), "a place is lost, or free and in use")
         require(places.extent == 0 or places.extent - 1 in taken, "a free place is kept at the end")
     require(arena._gap >= 0, "blocks and slabs overlap")
     for number, slab in arena._slabs.items():
         taken = {*slab.live, *slab.free}
-        require(len(taken) == len(slab.live) + len(slab.free), f"slab {number} has a slot twice")
-        require(len(taken) == arena.slab_nbytes // slab.slot_nbytes, f"slab {number} lost a slot")
+        require(len(taken) == len(slab.live) + len(slab.free), "slab {} has a slot twice", number)
+        require(len(taken) == arena.slab_nbytes // slab.slot_nbytes, "slab {} lost a slot", number)
     space.cached.check_ages()
     if space.prefix is not None:
         children = Counter(entry.parent for entry in space.prefix._entries.values())
@@ -216,7 +221,7 @@ def check_batch(batch: Any, scheduler: Any, space: SpySpace, ahead: bool) -> int
     options, num_ahead = space.options, 0
     waits = ahead or space.hosted.under_way
     require(waits or batch.num_tokens > 0 or not scheduler.requests, "an empty step")
-    require(batch.num_tokens <= options.budget, f"{batch.num_tokens} tokens in a step")
+    require(batch.num_tokens <= options.budget, "{} tokens in a step", batch.num_tokens)
     names = [item.request.request_id for item in batch.items]
     require(len(set(names)) == len(names), "a request is twice in a batch")
     first = scheduler.running.first if scheduler.running else None
@@ -237,7 +242,7 @@ def check_batch(batch: Any, scheduler: Any, space: SpySpace, ahead: bool) -> int
         for group, table in zip(options.groups, space.holdings.tables_of(request), strict=True):
             require(table.num_slots == len(group.slots), "a request lacks a slot")
             blocks, found = group.blocks_for(item.end), table.first + len(table.blocks)
-            require(found == blocks, f"{found} blocks for {item.end} tokens")
+            require(found == blocks, "{} blocks for {} tokens", found, item.end)
         if request.params.num_prefill_tokens is not None:
             check_scored(item, space)
     check_passed(batch, scheduler, space)
@@ -257,8 +262,8 @@ def check_passed(batch: Any, scheduler: Any, space: SpySpace) -> None:
             has_sink = table.num_slots == len(table.slots)
             require(not group.sink or has_sink == group.sees_sink(start), "a sink is kept that no token sees")
             if group.visible is not None and item is not None and item.num_tokens == 1:
-                most = group.visible // group.block + 2
-                require(len(table.blocks) <= most, f"{len(table.blocks)} blocks of a window of {group.visible} tokens")
+                most, found = group.visible // group.block + 2, len(table.blocks)
+                require(found <= most, "{} blocks of a window of {} tokens", found, group.visible)
 
 
 def check_scored(item: Any, space: SpySpace) -> None:

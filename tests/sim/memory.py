@@ -20,19 +20,19 @@ class Memory:
 
         Those take a slab, and of slabs of narrower rungs what blocks may leave free: in each group on as many rungs as
         there are floors in use. Where only one is, the last rung does not count in the group that finds no slot. Dense
-        blocks in slabs may leave some free, too.
+        blocks in slabs may leave some free, too. States of equal sizes count as a group.
         """
         arena = self._tables.arena
         if all(len(group.sizes) == 1 for group in self._groups):
             return int(arena.nbytes)
         stuck, full, dense = [], [], set[int]()
-        for group, tables in zip(self._groups, self._tables.groups, strict=True):
-            number = len({table.floor for table in tables._tables.values()} - {0}) or 1
-            narrower = group.sizes[1:]
+        for sizes, floors in (chain for group in self._groups for chain in group.chains):
+            number = len({floors[floor] for floor in self._tables._floors.values()} - {0}) or 1
+            narrower = sizes[1:]
             rungs = narrower if number > 1 else narrower[:-1]
             stuck.append(self._largest(rungs, min(number, len(narrower) - 1)) if narrower else None)
             full.append(self._largest(narrower, number))
-            dense |= {group.sizes[0]} - {self._block}
+            dense |= {sizes[0]} - {self._block}
         most = max(one + sum(full) - full[index] for index, one in enumerate(stuck) if one is not None)
         return int(arena.nbytes - arena.slab_nbytes - most - self._largest(tuple(dense), len(dense)))
 
@@ -56,11 +56,11 @@ class Memory:
         slab, block = arena.slab_nbytes, self._block
         return sum(n * size if size == block else -(-n // (slab // size)) * slab for size, n in counts.items() if size)
 
-    def room(self, size: int, live: Counter[int] | None = None) -> int:
-        """Slots of ``size`` that can still be had when every size is packed."""
+    def room(self, size: int, live: Counter[int] | None = None, limit: int | None = None) -> int:
+        """Slots of ``size`` that can still be had when every size is packed; ``live`` and ``limit`` if reckoned."""
         arena, counts, block = self._tables.arena, self.live() if live is None else live, self._block
         slab = arena.slab_nbytes
         others = sum(n * s if s == block else -(-n // (slab // s)) * slab for s, n in counts.items() if s != size)
-        left = self.limit() - others
+        left = (self.limit() if limit is None else limit) - others
         most = left // size if size == block else left // slab * (slab // size)
         return max(0, most - counts[size])

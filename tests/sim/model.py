@@ -188,8 +188,8 @@ class Model:
                 self.tainted.add(item.request)
 
     def _states_of(self, request: Request) -> list[Any]:
-        rungs = self.options.state_rungs
-        return [block for block in self.simulation.tables_of(request)[0].slots if block.rung in rungs]
+        slots, place = self.options.state_slots, self.options.groups[0].place
+        return [block for block in self.simulation.tables_of(request)[0].slots if place(block.rung)[0] in slots]
 
     def _spoil_states(self, batch: Any) -> None:
         """Has the states of requests that read bad values be bad, too."""

@@ -113,7 +113,7 @@ BOOKS = (
     Patch(
         "a full slab stays filed as partial", "arena", "Arena._take", "self._partial[nbytes].discard(number)", "pass"
     ),
-    Patch("a shared block is not counted", "group", "GroupTables.open", "block.refs += 1", ""),
+    Patch("a shared block is not counted", "group", "GroupTables.open", "self.store.share(block)", ""),
     Patch("a request's blocks are not taken back", "group", "GroupTables._let_go", "self.store.drop(block)", ""),
     Patch("the floor of a new holder is ignored", "group", "GroupTables.open", "block.floor = block.holders[0]", ""),
     Patch("a floor outlives who asked for it", "group", "GroupTables._lift_floor", "block.floor = floor", ""),
@@ -198,8 +198,8 @@ BOOKS = (
         "a slot as large as a block is not counted",
         "table",
         "BlockTables._wanted",
-        "wanted[slot.nbytes] = wanted.get(slot.nbytes, 0) + 1",
-        "wanted[slot.nbytes] = max(wanted.get(slot.nbytes, 0), 1)",
+        "wanted[size] = wanted.get(size, 0) + 1",
+        "wanted[size] = max(wanted.get(size, 0), 1)",
     ),
     Patch(
         "room for a slot is not looked for",
@@ -261,8 +261,8 @@ BOOKS = (
     Patch(
         "idle blocks before one in use are kept",
         "idle",
-        "IdleBlocks.next_exit",
-        "heappush(self._exits, (*order, since, index, key))",
+        "IdleBlocks._next_exit_of",
+        "heappush(exits, (*order, since, index, key))",
         "",
     ),
     Patch(

@@ -29,7 +29,7 @@ DISK_BUGS = (
     ),
     _bug("half a copy is written", "host_tier HostTier.is_there", "copy.command <= self.num_ended", "True", 12002),
     _bug("torn bytes are taken for good", "disk_traffic DiskTraffic.begin_step", "reading.job.has_come", "True", 12016),
-    _bug("what comes is never filed", "host_tier HostTier.land", "own.blocks[copy.group] = copy", "", 12000),
+    _bug("what comes is never filed", "host_tier HostTier.land", "self._put(own, copy)", "", 12000),
     _bug("what came is as old as before", "host_tier HostTier.land", "self.touch([key])", "", 12016),
     _bug(
         "nobody waits for the disk",
@@ -53,6 +53,59 @@ DISK_BUGS = (
         12000,
     ),
     _bug("a block in use is saved", "disk_traffic DiskTraffic._copy", "block.refs == 1", "True", 12000),
+    _bug(
+        "a piece is read again and again",
+        "disk_traffic DiskTraffic.read",
+        "request.num_read_pieces = max(request.num_read_pieces, number)",
+        "",
+        12016,
+    ),
+    _bug(
+        "a piece that comes is read once more",
+        "disk_traffic DiskTraffic.read",
+        "self._tier.coming(places[index].key) is None and (not self._begin(request, places[index]))",
+        "not self._begin(request, places[index])",
+        12000,
+    ),
+    _bug("a piece is written twice", "disk_traffic DiskTraffic.save", "key in being_written", "False", 12010),
+    _bug(
+        "a read for who was aborted never ends",
+        "disk_traffic DiskTraffic.begin_step",
+        "reading.job is not None and reading.job.is_over",
+        "reading.job is not None and reading.job.is_over and (not reading.request.is_finished)",
+        12000,
+    ),
+    _bug(
+        "a place that is given up is free under the disk",
+        "host_tier HostTier._release",
+        "slot in self._busy or slot in self._held",
+        "slot in self._busy",
+        12020,
+    ),
+)
+
+
+DOUBT_BUGS = tuple(
+    Bug(name, file, function, old, new, case="doubts", seed=seed)
+    for name, file, function, old, new, seed in (
+        (
+            "bad values stay on the disk",
+            "host_traffic",
+            "HostTraffic.purge",
+            "if self.disk is not None:\n    self.disk.forget(key)",
+            "",
+            14002,
+        ),
+        ("copies of a bad block stay", "host_traffic", "HostTraffic.purge", "self.tier.purge(key)", "", 14002),
+        (
+            "a block that stepped down leaves as it was",
+            "host_tier",
+            "HostTier.move_out",
+            "copy.rung != block.rung",
+            "False",
+            14021,
+        ),
+    )
 )
 
 
@@ -93,6 +146,13 @@ HINT_BUGS = (
     ),
     _hint("what other sessions have is done", "hints Hints._leave", "not self._num_sessions[key]", "True", 13003),
     _hint("who is done stays in its place", "prefix PrefixCache.done", "self._refile(keys)", "", 13005),
+    _hint(
+        "retained pieces count for nobody",
+        "hints Hints.note",
+        "_Life(until, tenant, nbytes)",
+        "_Life(until, '', nbytes)",
+        13000,
+    ),
     _hint("who is done is retained still", "hints Hints.done", "self._end(key)", "", 13004),
     _hint(
         "what expired stays in its place",

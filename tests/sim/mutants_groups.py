@@ -120,7 +120,7 @@ GROUP_BUGS = (
         "slabs of dense blocks are not in the reserve",
         "reserve",
         "reserve_nbytes",
-        "{rungs[0] for rungs in groups} - {block_nbytes}",
+        "{rungs[0] for rungs in chains} - {block_nbytes}",
         "set[int]()",
     ),
     _bug(
@@ -287,7 +287,7 @@ GROUP_BUGS = (
         8005,
         "a block in a window goes with all of its tokens",
         "idle",
-        "IdleBlocks.next_exit",
+        "IdleBlocks._next_exit_of",
         "None if index in self._full else index",
         "None",
     ),

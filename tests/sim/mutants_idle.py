@@ -68,7 +68,13 @@ IDLE = (
         "self._extra[self._tables.groups[group].sizes[rung]] -= number",
         "",
     ),
-    Patch("blocks in use count as idle", "idle", "IdleBlocks.kinds", "block.refs == 1", "True"),
+    Patch(
+        "blocks in use count as idle",
+        "idle",
+        "IdleBlocks.count",
+        "block is not None and block.refs == 1 and self._can_go(entry, block.group)",
+        "block is not None",
+    ),
     Patch("bytes in use count as idle", "idle", "IdleBlocks.nbytes", "block.refs == 1", "True"),
     Patch("who falls idle later is older", "idle", "IdleBlocks.fell_idle", "next(self.serials)", "-next(self.serials)"),
     Patch(
@@ -84,12 +90,12 @@ IDLE = (
         "self.file_exit(entry, block.group)",
         "",
     ),
-    Patch("an idle block steps down once", "idle", "IdleBlocks.coldest", "self._file_step(block, since)", ""),
+    Patch("an idle block steps down once", "idle", "IdleBlocks._coldest_of", "self._file_step(block, since)", ""),
     Patch(
         "an idle block is offered once",
         "idle",
-        "IdleBlocks.coldest",
-        "for item in found:\n    heappush(self._steps, item)",
+        "IdleBlocks._coldest_of",
+        "for item in found:\n    heappush(steps, item)",
         "",
     ),
     Patch(
@@ -123,14 +129,14 @@ IDLE = (
     Patch(
         "blocks that others follow are given up in turn",
         "idle",
-        "IdleBlocks.next_exit",
+        "IdleBlocks._next_exit_of",
         "order == (rank, is_inner)",
         "True",
     ),
     Patch(
         "blocks are given up by an old age",
         "idle",
-        "IdleBlocks.next_exit",
+        "IdleBlocks._next_exit_of",
         "entry is not None and entry.since[index] == since and self._can_go(entry, index)",
         "entry is not None and self._can_go(entry, index)",
     ),

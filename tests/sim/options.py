@@ -25,6 +25,7 @@ class Group:
     """Layers whose KV has blocks of its own: bytes of a block by rung, and of a request's slots, the sink's first.
 
     ``floors``: for each rung of the ladder the group's own. ``visible``: tokens that a token sees, itself included.
+    ``below``: narrower bytes of each slot, of states that step down, to ``state_floors`` by rung of the ladder.
     """
 
     block: int
@@ -35,10 +36,63 @@ class Group:
     recent: int
     recent_ratio: Fraction = Fraction(0)
     visible: int | None = None
+    below: tuple[tuple[int, ...], ...] = ()
+    state_floors: tuple[int, ...] = (0,)
 
     def size(self, rung: int) -> int:
         """Bytes of a block, or of a request's slot, which has a negative rung."""
-        return self.sizes[rung] if rung >= 0 else self.slots[-1 - rung]
+        if rung >= 0:
+            return self.sizes[rung]
+        slot, step = self._places[rung]
+        return self._slot_sizes(slot)[step]
+
+    def _slot_sizes(self, slot: int) -> tuple[int, ...]:
+        return (self.slots[slot], *(self.below[slot] if self.below else ()))
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[int, int]]:
+        """The slot of each rung of one, and how many steps down it stands there."""
+        places = dict[int, tuple[int, int]]()
+        for slot in range(len(self.slots)):
+            for step in range(len(self._slot_sizes(slot)) - 1, -1, -1):
+                places[-1 - len(places)] = slot, step
+        return places
+
+    def place(self, rung: int) -> tuple[int, int]:
+        """The slot that stands on a negative rung, and how many steps down."""
+        return self._places[rung]
+
+    def slot_rung(self, slot: int, step: int = 0) -> int:
+        """The rung of a slot that many steps down."""
+        return next(rung for rung, place in self._places.items() if place == (slot, step))
+
+    def last(self, rung: int) -> int:
+        """The narrowest rung of what stands on ``rung``."""
+        if rung >= 0:
+            return len(self.sizes) - 1
+        slot, _ = self._places[rung]
+        return self.slot_rung(slot, len(self._slot_sizes(slot)) - 1)
+
+    def slot_sizes(self, floor: int) -> list[int]:
+        """Bytes of a request's slots when its states stand on ``floor``, a rung of the ladder."""
+        return [(*sizes[:1], *sizes)[1 + self._step(floor, sizes)] for sizes in map(self._slot_sizes, self._slots)]
+
+    def _step(self, floor: int, sizes: tuple[int, ...]) -> int:
+        return self.state_floors[floor] if len(sizes) > 1 else 0
+
+    @property
+    def _slots(self) -> range:
+        return range(len(self.slots))
+
+    @cached_property
+    def chains(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Sizes that blocks step down through, and states, those of equal sizes together; floors of each."""
+        states = {sizes for sizes in map(self._slot_sizes, self._slots) if len(sizes) > 1}
+        return [(self.sizes, self.floors), *((sizes, self.state_floors) for sizes in sorted(states))]
+
+    def all_sizes(self) -> set[int]:
+        """Bytes of blocks and slots on all rungs."""
+        return {*self.sizes, *(size for slot in self._slots for size in self._slot_sizes(slot))}
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that the first tokens of a request have taken since it began."""
@@ -104,6 +158,8 @@ class Options:
     ahead: bool  # whether the core runs a step ahead
     other_slots: tuple[int, ...] = ()  # bytes of slots of a request that hold no tokens
     num_states: int = 0  # of those, from the first
+    state_below: tuple[tuple[int, ...], ...] = ()  # narrower bytes of each, if they step down
+    state_floors: tuple[int, ...] = (0,)  # for each rung of the ladder that of states
     recent_ratio: Fraction = Fraction(0)
     has_bank: bool = False  # whether the last of the other slots is a bank
     num_windows: int = 0  # later windows that add a pattern to it
@@ -119,6 +175,7 @@ class Options:
     has_disk: bool = False
     disk_faults: float = 0.0  # share of reads and writes of the disk that are lost, torn or slow
     hints: float = 0.0  # share of requests that are retained, or of a session
+    unseen: float = 0.0  # share of steps in which values of a cached block turn bad while nobody looks
     copies: float = 0.0  # share of steps beside which few bytes may be copied; else any number
 
     @cached_property
@@ -126,10 +183,18 @@ class Options:
         """All groups; the rungs of the first one are those of the ladder."""
         slots = (self.sink_nbytes,) * bool(self.sink) + self.other_slots
         floors = tuple(range(len(self.sizes)))
+        below = ((),) * bool(self.sink) + self.state_below
+        below += ((),) * (len(slots) - len(below))
         first = Group(
-            self.block, self.sink, self.sizes, floors, slots, self.recent, self.recent_ratio, visible=self.visible
-        )
+            self.block, self.sink, self.sizes, floors, slots, self.recent, self.recent_ratio, visible=self.visible,
+            below=below, state_floors=self.state_floors,
+        )  # fmt: skip
         return first, *self.more_groups
+
+    @property
+    def chain_sizes(self) -> list[tuple[int, ...]]:
+        """Sizes of all that steps down, by group."""
+        return [sizes for group in self.groups for sizes, _ in group.chains]
 
     @property
     def block_nbytes(self) -> int:
@@ -157,13 +222,13 @@ class Options:
     def slab_nbytes(self) -> int:
         """Half of the time whole blocks, else any size that blocks fill with no more bytes than they left."""
         rng, block, most = random.Random(self.seed), self.block_nbytes, self.most_slab_nbytes
-        firsts = [(*group.sizes, block)[1] for group in self.groups if group.sizes[0] == block]
+        firsts = [(*sizes, block)[1] for sizes in self.chain_sizes if sizes[0] == block]
         sizes = range(max(self._slab_sizes(), default=block), most + 1)
         fitting = [size for size in sizes if all(size // first * block >= size for first in firsts)]
         return most if rng.random() < 0.5 else rng.choice(fitting)
 
     def _slab_sizes(self) -> set[int]:
-        return {size for group in self.groups for size in (*group.sizes, *group.slots)} - {self.block_nbytes}
+        return {size for group in self.groups for size in group.all_sizes()} - {self.block_nbytes}
 
     def spec(self, code: ModuleType) -> Any:
         """The groups as classes of ``code``, the module of specs."""
@@ -179,9 +244,17 @@ class Options:
                     floors=group.floors,
                     slots=tuple(code.RequestSlot("sink", self.sink, nbytes, 0) for nbytes in sinks)
                     + tuple(
-                        code.RequestSlot(f"other{i}", 0, nbytes, 0, i < self.num_states and not index)
+                        code.RequestSlot(
+                            f"other{i}",
+                            0,
+                            nbytes,
+                            0,
+                            i < self.num_states and not index,
+                            self._state_rungs(code, i, index),
+                        )
                         for i, nbytes in others
                     ),
+                    state_floors=self.state_floors if self.state_below and not index else (),
                     recent=RecentWindow.of(group.recent, group.recent_ratio),
                     visible=group.visible,
                     has_bank=self.has_bank and index == 0,
@@ -190,15 +263,26 @@ class Options:
             )
         return code.KVSpec("tiny", tuple(groups), self.eager, self.admit_at)
 
-    @property
-    def state_rungs(self) -> list[int]:
-        """Rungs of the states of a request, which are slots of the first group."""
-        return [-1 - (self.sink > 0) - index for index in range(self.num_states)]
+    def _state_rungs(self, code: ModuleType, state: int, index: int) -> tuple[Any, ...]:
+        """The rungs of a state, in the group with that index; other slots have none."""
+        if index or state >= self.num_states:
+            return ()
+        sizes = enumerate((self.other_slots[state], *(self.state_below[state] if self.state_below else ())))
+        return tuple(code.RungSize(f"state{step}", size, 16.0 / 2**step) for step, size in sizes)
 
     @property
-    def checkpoint_sizes(self) -> list[int]:
-        """Bytes of the slots of a checkpoint."""
-        return [self.groups[0].size(rung) for rung in self.state_rungs]
+    def state_slots(self) -> list[int]:
+        """Those of a request's slots in the first group that are states."""
+        return [(self.sink > 0) + index for index in range(self.num_states)]
+
+    @property
+    def state_sizes(self) -> list[int]:
+        """Bytes of the states of a request on their widest rungs."""
+        return [self.groups[0].slots[slot] for slot in self.state_slots]
+
+    def rung_name(self, index: int, rung: int) -> str:
+        """The name of a rung of a group's blocks, or of a state's."""
+        return self.rung_names(index)[rung] if rung >= 0 else f"state{self.groups[index].place(rung)[1]}"
 
     def rung_names(self, index: int) -> list[str]:
         """Names of a group's rungs."""

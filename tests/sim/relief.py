@@ -20,12 +20,14 @@ class Eligible(NamedTuple):
     """A block that may step down by the spy's reckoning; sorts in the order of stepping down."""
 
     rank: int
+    is_state: bool
     shared: bool
-    rung: int
+    order: int  # of a state the rungs to its floor, in negative numbers
     newness: int
     arrival: int
     index: int
     key: int
+    rung: int
     floor: int
     group: int
 
@@ -61,8 +63,8 @@ class Relief:
         return not any(map(self._finds_slot, found[:place]))
 
     def _finds_slot(self, found: Eligible) -> bool:
-        sizes, nbytes = self.options.groups[found.group].sizes, self.tables.arena.nbytes
-        return any(self.memory.packed([sizes[rung]]) <= nbytes for rung in range(found.rung + 1, found.floor + 1))
+        size, nbytes = self.options.groups[found.group].size, self.tables.arena.nbytes
+        return any(self.memory.packed([size(rung)]) <= nbytes for rung in range(found.rung + 1, found.floor + 1))
 
     def _is_settling(self, steps: list[tuple[Any, int]]) -> bool:
         """Whether these steps are an eager ladder's: past the prompt, past the window, straight to the floor."""
@@ -157,15 +159,17 @@ class Relief:
 
     def _idle(self, number: int) -> list[Eligible]:
         """The first cached blocks to step down that nobody holds."""
-        last = [len(group.sizes) - 1 for group in self.options.groups]
-        blocks = enumerate(self.cached.coldest(number))
-        return [Eligible(0, False, b.rung, place, 0, 0, id(b), last[b.group], b.group) for place, b in blocks]
+        groups, blocks = self.options.groups, enumerate(self.cached.coldest(number))
+        return [
+            Eligible(0, False, False, 0, place, 0, 0, id(b), b.rung, groups[b.group].last(b.rung), b.group)
+            for place, b in blocks
+        ]
 
     def _num_needed(self, expected: list[Eligible], wanted: list[int]) -> int:
         """How many of the coldest blocks must step down a rung until all that is wanted fits; all if it never does."""
         groups, limit = self.options.groups, self._limit()
         for number in range(1, len(expected) + 1):
-            old, new = ([groups[e.group].sizes[e.rung + below] for e in expected[:number]] for below in (0, 1))
+            old, new = ([groups[e.group].size(e.rung + below) for e in expected[:number]] for below in (0, 1))
             if self.memory.packed(wanted + new, old) <= limit:
                 return number
         return len(expected)
@@ -205,16 +209,19 @@ class Relief:
                     if block.rung < block.floor:
                         age = oldest - group.end(index)
                         holders.setdefault(id(block), (block, []))[1].append((age, request, place))
+                for slot in table.slots:
+                    if self.options.state_below and group.place(slot.rung)[0] in self.options.state_slots:
+                        place += 1
+                        if group is self.options.groups[0] and slot.rung < slot.floor:
+                            holders[id(slot)] = slot, [(computed, request, place)]
         found = []
         for key, (block, ages) in holders.items():
             if all(request in ranks for _, request, _ in ages) and (
                 all(age >= 0 for age, _, _ in ages) or (even_recent and block.rung > 0)
             ):
                 age, request, index = min(ages, key=lambda entry: entry[0])
-                rank = max(ranks[request] for _, request, _ in ages)
-                found.append(
-                    Eligible(
-                        rank, len(ages) > 1, block.rung, -age, request.arrival, index, key, block.floor, block.group
-                    )
-                )
+                rank, is_state = max(ranks[request] for _, request, _ in ages), block.rung < 0
+                order = block.rung - block.floor if is_state else block.rung
+                where = request.arrival, index, key, block.rung, block.floor, block.group
+                found.append(Eligible(rank, is_state, len(ages) > 1, order, -age, *where))
         return found

@@ -23,6 +23,7 @@ from .code import Code, load
 from .core_checks import check_answer, check_core
 from .device import Device, mix
 from .disk import SLOW, FakeDisk, bad_sources, check_disk
+from .doubts import spoil_running, spoil_unseen, take_sealed_bad
 from .hinted import end_session, timed_hints
 from .host import Host
 from .invariants import check_batch, check_books, check_queues, check_room
@@ -86,7 +87,7 @@ class Simulation:
     def _new_tables(self) -> Any:
         options, code = self.options, self.code
         block, slab, chunk = options.block_nbytes, options.slab_nbytes, options.chunk_nbytes
-        reserve = code.reserve.reserve_nbytes([group.sizes for group in options.groups], block, slab)
+        reserve = code.reserve.reserve_nbytes(options.chain_sizes, block, slab)
         arena = code.Arena(options.nbytes, slab, reserve, block_nbytes=block, chunk_nbytes=chunk)
         return code.BlockTables(arena, options.spec(code.spec))
 
@@ -97,7 +98,8 @@ class Simulation:
         if self.disk is not None:
             self.disk.settle()
         given = tables, "model", tier, self.disk
-        prefix = code.PrefixCache(*given, hints=timed_hints(self, tables, tier)) if options.prefix else None
+        more = {"hints": timed_hints(self, tables, tier), "quota": options.quota}
+        prefix = code.PrefixCache(*given, **more) if options.prefix else None
         host = Host(options.host_nbytes, mix(options.seed, self.num_events))
         self.device = Device(options.nbytes, options.groups, options.has_bank, host)
         self.seen: dict[Any, Any] = {}
@@ -150,7 +152,7 @@ class Simulation:
         if self.disk is not None:
             bound = 8 * (bound + 8 * SLOW)
         if self.core.resizer.is_pending:  # cached blocks step down rung by rung, and are given up
-            rungs = max(len(group.sizes) for group in self.options.groups)
+            rungs = max(map(len, self.options.chain_sizes)) * max(1, self.options.num_states)
             bound += (rungs + 1) * len(self.space.cached.places()) + self.options.slabs
         while self.core.has_work:
             require(bound > 0, "requests do not finish")
@@ -319,18 +321,13 @@ class Simulation:
         bad = spoil_moved(self)
         moves = self.device.apply(self.space.tables.store)
         note_fetched(self)
+        spoil_unseen(self)
         self.counts["demotion"] += sum(move.old != move.new for move in moves)
         self.counts["copy"] += sum(move.old == move.new for move in moves)
         self.counts["mined"] += sum(move.mining is not None for move in moves)
         self.event("apply", [(m.src, m.dst, m.old, m.new) for m in moves])
-        if self.scheduler.running and self.rng.random() < self.options.bad_blocks:
-            request = self.rng.choice(list(self.scheduler.running))
-            blocks = [b for table in self.tables_of(request) for b in table.blocks if self.device.path(b)]
-            if blocks:
-                block = self.rng.choice(blocks)
-                bad.add(block)
-                self.model.spoil({block})  # the others' slots may be others' by now
-        return bad
+        bad |= spoil_running(self)
+        return bad | take_sealed_bad(self)
 
     def about_to_emit(self, request: Request) -> None:
         """Notes the next token of ``request``, all of whose tokens are computed; the core need not report it."""

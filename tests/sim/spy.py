@@ -122,6 +122,9 @@ class SpySpace(Relief):
         self.short = not got
         return bool(got)
 
+    def begin_narrower(self, request: Any) -> bool:
+        return self.states.begin_narrower(request)
+
     def trim(self, request: Any) -> None:
         tables, groups, computed = self.holdings.tables_of(request), self.options.groups, request.num_computed_tokens
         require(self.holdings.is_due(request), "a request has nothing to give back")
@@ -195,12 +198,17 @@ class SpySpace(Relief):
 
     def release(self, request: Any) -> None:
         if request.status is RequestStatus.WAITING:  # it could not start
-            others = [r for r in self.scheduler.running if self.holdings.lacks_block(r)]
-            wanted = self.holdings.lacking(request, self.holdings.held(request) + 1, len(others))
-            gone = [self._size_of(kind) for kind in self.cached.kinds().elements()]
-            fits = self.memory.packed(wanted, gone) <= self.memory.limit()
-            require(not fits, "a request waits although idle blocks are in its way alone")
+            self.states.check_narrowest(request)
+            self.check_stuck_start(request)
         self.hinted.release(request)
+
+    def check_stuck_start(self, request: Any) -> None:
+        """Checks that a request that is about to start would find no room without idle blocks."""
+        others = [r for r in self.scheduler.running if self.holdings.lacks_block(r)]
+        wanted = self.holdings.lacking(request, self.holdings.held(request) + 1, len(others))
+        gone = [self._size_of(kind) for kind in self.cached.kinds().elements()]
+        fits = self.memory.packed(wanted, gone) <= self.memory.limit()
+        require(not fits, "a request waits although idle blocks are in its way alone")
 
     def _size_of(self, kind: tuple[int, int]) -> int:
         """Bytes of a block of a group and rung."""
@@ -217,8 +225,11 @@ class SpySpace(Relief):
 
     def computed(self, request: Any, num_tokens: int) -> None:
         start, _ = (0, b"") if self.prefix is None else self.prefix._published.get(request.request_id, (0, b""))
+        had = set() if self._space.prefix is None else set(self._space.prefix._entries)
         self._space.computed(request, num_tokens)
         if self._space.prefix is not None:
+            new = [entry for key, entry in self._space.prefix._entries.items() if key not in had]
+            require(all(e.tenant == request.params.tenant for e in new), "a piece counts for who did not compute it")
             self.cached.check_filed(request, self.holdings.tables_of(request), start, num_tokens)
 
     def evict(self) -> bool:
@@ -274,9 +285,10 @@ class SpySpace(Relief):
             require(block.rung == old or rung <= block.rung <= block.floor, "a block is not where it was sent")
             if block.rung > old:
                 group = block.group
-                names = self.options.rung_names(group)
+                names = [self.options.rung_name(group, rung) for rung in (old, block.rung)]
                 replayed = self.replayed_idle if is_idle else self.replayed
-                replayed[names[old], names[block.rung]] += 1
+                replayed[names[0], names[1]] += 1
+                self.states.note_step(block, is_idle)
                 self.num_idle_demotions += is_idle
                 won += self._size(block, old) - block.slot.nbytes
                 moved += 1
@@ -319,14 +331,16 @@ class SpySpace(Relief):
         groups = self.options.groups
         if all(len(group.sizes) == 1 for group in groups):
             return
-        least = min(a - b for group in groups for a, b in pairwise(group.sizes))
-        slab, dense = self.tables.arena.slab_nbytes, sum(self.holdings.dense(1))
-        running, num_rungs = len(self.scheduler.running), sum(len(group.sizes) for group in groups)
+        chains = [sizes for group in groups for sizes, _ in group.chains]
+        least = min(a - b for sizes in chains for a, b in pairwise(sizes))
+        slots = sum(sum(group.slots) for group in groups)
+        slab, dense = self.tables.arena.slab_nbytes, sum(self.holdings.dense(1)) + slots
+        running, num_rungs = len(self.scheduler.running), sum(map(len, chains))
         bound = self._most_ahead() + self._pressure.EAGER_PER_STEP * -(-running // 32)
         bound += self._num_urgent() + self.num_shrunk
         for blocks in self.asked.values():
             bound += (blocks * dense + (num_rungs + 2) * slab) // least + 8 * (num_rungs - 1)
-        none = any(slab // b * a <= slab for group in groups for a, b in pairwise(group.sizes[:2]))
-        if none or any(slab // a == slab // b for group in groups for a, b in pairwise(group.sizes[1:])):
+        none = any(slab // b * a <= slab for sizes in chains for a, b in pairwise(sizes[:2]))
+        if none or any(slab // a == slab // b for sizes in chains for a, b in pairwise(sizes[1:])):
             bound += len(self.tables.store.live_blocks()) * num_rungs  # steps between such sizes win no slab
         require(self.demoted <= bound, f"{self.demoted} blocks stepped down in one step, at most {bound} had to")

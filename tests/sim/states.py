@@ -3,7 +3,8 @@
 C1 a request stops at each border that is due, C2 it leaves a checkpoint there if it has room, or idle memory alone
 makes some, C3 behind its prompt it keeps the newest alone, C4 a checkpoint goes no later than the last block of its
 tokens, C5 the least recently used goes first, C6 nobody holds one between two steps. The device has C7 a state goes on
-from the tokens before a step, of the same salt.
+from the tokens before a step, of the same salt, C8 from the rung that it stands on. C9 it begins as wide as may be, on
+its request's floor or above, C10 those of a checkpoint are the ones it was taken from, or have stepped down.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
+
+from qkv_engine.request import RequestStatus
 
 from .broken import require
 from .cached import CHECKPOINT
@@ -65,7 +68,43 @@ class States:
         """Checks what a request that begins holds, and its first border."""
         held = {} if self._checkpoints is None else self._checkpoints.held
         require((request.request_id in held) == bool(num_found and self.options.num_states), "no checkpoint is held")
+        if self.options.num_states:
+            group, slots = self.options.groups[0], self.options.state_slots
+            found = [group.slot_rung(slot) for slot in slots]
+            if request.request_id in held:
+                found = [block.rung for block in held[request.request_id].slots]
+            require(self._begun(request) == found, "states begin on other rungs than they could")
         self._check_next(request, num_found)
+
+    def _begun(self, request: Any) -> list[int]:
+        """Rungs on which the states of a request begin."""
+        table = self._space.holdings.tables_of(request)[0]
+        return [table.slot_rungs[slot] for slot in self.options.state_slots]
+
+    def _lower(self, request: Any) -> list[int]:
+        """Those a rung lower, as far as the request allows."""
+        group, floor = self.options.groups[0], self.options.floor(request.params)
+        most, begun = group.state_floors[floor] if self.options.state_below else 0, self._begun(request)
+        steps = [min(max(step, most), step + 1) for _, step in map(group.place, begun)]
+        return [group.slot_rung(slot, step) for slot, step in zip(self.options.state_slots, steps, strict=True)]
+
+    def begin_narrower(self, request: Any) -> bool:
+        had, lower = self._begun(request), self._lower(request)
+        require(request.status is RequestStatus.WAITING, "the states of a request that runs begin lower")
+        self._space.check_stuck_start(request)
+        done = bool(self._real.begin_narrower(request))
+        require(self._begun(request) == lower and done == (lower != had), "states begin on other rungs than asked")
+        self._counts["begun lower"] += done
+        return done
+
+    def check_narrowest(self, request: Any) -> None:
+        """Checks that a request that could not start tried with states on its floor."""
+        require(self._begun(request) == self._lower(request), "a request waits though narrower states might fit")
+
+    def note_step(self, block: Any, is_idle: bool) -> None:
+        """Counts a state that steps down."""
+        if block.rung < 0:
+            self._counts["checkpoint down" if is_idle else "state down"] += 1
 
     def _check_next(self, request: Any, num_computed: int) -> None:
         due = self._next(request, num_computed)
@@ -77,7 +116,7 @@ class States:
         if not (options.num_states and has_cache) or request.params.num_prefill_tokens is not None:
             return sys.maxsize
         (shared, last), block_nbytes = self._ends[request.request_id], sum(self._space.holdings.dense(1))
-        every, number = max(1, -(-sum(options.checkpoint_sizes) // block_nbytes)), 1
+        every, number = max(1, -(-sum(options.state_sizes) // block_nbytes)), 1
         while True:
             border = options.sink + number * options.block
             is_due = num_computed >= last or border in (shared, last) or number % every == 0
@@ -111,7 +150,7 @@ class States:
         space, key, at = self._space, self._key(request), request.num_computed_tokens
         require(at == request.next_checkpoint_at, "a state is kept that is not due")
         before = len(space.cached.checkpoints())
-        had = key in space.cached.checkpoints()
+        had, was_there = self._is_as_wide(request), key in space.cached.checkpoints()
         wanted, gone = self._wanted(request), [space._size_of(kind) for kind in space.cached.kinds().elements()]
         fits = not wanted or space.memory.packed(wanted, gone) <= space.memory.limit()
         yielded, steps = self._now() != self._before, self._now()[-1] - self._before[-1]
@@ -121,8 +160,10 @@ class States:
         self._real.keep_state(request)
         found = space.cached.checkpoints()
         require(
-            (key in found) == (had or fits), "a state is not kept though there is room, or kept though there is none"
+            (key in found) == (was_there or fits),
+            "a state is not kept though there is room, or kept though there is none",
         )
+        require(not fits or self._is_as_wide(request), "a checkpoint is kept though a wider one could be")
         self._counts["kept"] += len(found) - before
         self._counts["moved along"] += moved is not None
         ends = space.cached.ends(at)
@@ -136,11 +177,22 @@ class States:
 
     def _wanted(self, request: Any) -> list[int]:
         """Bytes of the slots that a checkpoint takes, none where there is one, or one that it takes the place of."""
-        if self._key(request) in self._space.cached.checkpoints():
-            return []
-        newest = self._newest(request)
+        newest, rungs = self._newest(request), self._rungs(request)
         is_behind = request.num_computed_tokens > self._last(request)
-        return [] if is_behind and newest is not None and self._is_kept(newest) else self.options.checkpoint_sizes
+        along = is_behind and newest is not None and self._is_kept(newest) and [s.rung for s in newest.slots] == rungs
+        return [] if along or self._is_as_wide(request) else [self.options.groups[0].size(rung) for rung in rungs]
+
+    def _rungs(self, request: Any) -> list[int]:
+        """Rungs of the states of a request."""
+        place, slots = self.options.groups[0].place, self._space.holdings.tables_of(request)[0].slots
+        return [slot.rung for slot in slots if place(slot.rung)[0] in self.options.state_slots]
+
+    def _is_as_wide(self, request: Any) -> bool:
+        """Whether there is a checkpoint at which a request stands that is as wide as its states."""
+        found = self._space.cached.checkpoints().get(self._key(request))
+        if found is None:
+            return False
+        return all(slot.rung <= rung for slot, rung in zip(found.slots, self._rungs(request), strict=True))
 
     def _now(self) -> tuple[Any, int, int]:
         """What is cached, and how many idle blocks and others have stepped down."""
@@ -180,7 +232,8 @@ def check_checkpoints(space: SpySpace) -> Collection[Any]:
         require(
             checkpoint.key in entries or id(checkpoint) in left, "a checkpoint is kept without the blocks before it"
         )
-        require([slot.rung for slot in checkpoint.slots] == options.state_rungs, "a checkpoint lacks a state")
+        place = options.groups[0].place
+        require([place(slot.rung)[0] for slot in checkpoint.slots] == options.state_slots, "a checkpoint lacks a state")
         slots += checkpoint.slots
     require(books.nbytes == sum(slot.slot.nbytes for slot in slots), "bytes of checkpoints are miscounted")
     return slots

@@ -19,7 +19,7 @@ def restless(seed: int) -> Options:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("number", [1_500, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [600, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_random_aborts_leak_nothing(number: int, report: list[str]):
     aborts = seed = 0
     while aborts < number:

@@ -9,10 +9,11 @@ import pytest
 from .broken import Broken
 from .cases import CASES
 from .mutants_cases import BUGS, Bug
-from .mutants_disk import DISK_BUGS, HINT_BUGS
+from .mutants_disk import DISK_BUGS, DOUBT_BUGS, HINT_BUGS
 from .mutants_groups import GROUP_BUGS
 from .mutants_host import HOST_BUGS
 from .mutants_resizes import RESIZE_BUGS
+from .mutants_shares import SHARE_BUGS
 from .mutants_shrinks import SHRINK_BUGS
 from .mutants_states import STATE_BUGS
 from .options import draw
@@ -47,7 +48,18 @@ def test_every_invariant_is_kept_for_long(name: str, report: list[str]):
 
 @pytest.mark.parametrize(
     "bug",
-    (*BUGS, *GROUP_BUGS, *RESIZE_BUGS, *SHRINK_BUGS, *HOST_BUGS, *DISK_BUGS, *HINT_BUGS, *STATE_BUGS),
+    (
+        *BUGS,
+        *GROUP_BUGS,
+        *RESIZE_BUGS,
+        *SHRINK_BUGS,
+        *HOST_BUGS,
+        *DISK_BUGS,
+        *DOUBT_BUGS,
+        *HINT_BUGS,
+        *SHARE_BUGS,
+        *STATE_BUGS,
+    ),
     ids=lambda bug: f"{bug.case}: {bug.name}",
 )
 def test_a_seeded_bug_is_found(bug: Bug):

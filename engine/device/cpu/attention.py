@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qkv_engine.kernels.paged_decode import DecodePlan, paged_decode
+from qkv_engine.kernels.paged_decode.cut import agreeing_unit
 from qkv_engine.kernels.paged_prefill import paged_prefill
 from qkv_engine.kernels.request_pages import LayerPages, RequestPages
 from qkv_engine.kernels.rope_kv_write import KeyBasis
@@ -136,7 +137,16 @@ class CpuGroupPlanner:
         return self._decodes[1].with_lengths([extent.num_open for extent in extents])
 
     def _build(self, pages: list[RequestPages]) -> DecodePlan:
-        return DecodePlan.build(pages, BLOCK_TOKENS, self.window, sink_tokens=self.sink, is_steady=self._is_steady)
+        unit = self._unit() if self._is_steady else None
+        return DecodePlan.build(pages, BLOCK_TOKENS, self.window, sink_tokens=self.sink, unit=unit)
+
+    def _unit(self) -> int:
+        """Tokens of which a multiple of an open block is attended, since more hidden ones change no bit."""
+        spec, dtype = self._specs[0], self._pages[0].blocks.dtype
+        if spec.softcap is not None:  # its products are not those of the other layers
+            return BLOCK_TOKENS
+        shape = max(2, spec.num_heads // spec.num_kv_heads), spec.head_dim, dtype
+        return agreeing_unit(shape, self.sink, BLOCK_TOKENS)
 
     def _extent(self, row: int, length: int) -> Extent:
         num_sink = min(length, self.sink)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qkv_engine.kernels.block_tables import RUNG_BITS, BlockWords, Placed
+from qkv_engine.kernels.block_tables import BlockWords, Placed
 from qkv_engine.kernels.delta_net import DeltaWeights, StateSpec
 from qkv_engine.kernels.delta_net.plan import ChunkWork, StepWork
 from qkv_engine.kernels.delta_net.triton import delta_net_chunk_triton, delta_net_step_triton
@@ -29,7 +29,7 @@ class GpuStatePlanner:
         """The plan of the first ``number`` tokens, each of a request of its own."""
         words = self._words.words
         numbers = words[self._entries + placed.rows[:number] * self._words.width]
-        return StepWork(words[numbers] >> RUNG_BITS, placed.lengths[:number])
+        return StepWork(words[numbers], placed.lengths[:number])
 
     def plan_chunks(self, rows: list[int], starts: list[int], counts: list[int]) -> ChunkWork:
         """The plan, on the host, of chunks of ``counts`` tokens from ``starts`` of the requests in ``rows``."""

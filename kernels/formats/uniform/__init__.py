@@ -5,6 +5,7 @@ Source: KIVI (arXiv 2402.02750), with (min, range) for (scale, zero).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ..family import Family, TorchOps, TritonOps
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def _formats(dtype: torch.dtype) -> dict[str, Uniform]:
+def _formats(dtype: torch.dtype) -> Mapping[str, Uniform]:
     return uniform_formats()
 
 

@@ -16,9 +16,12 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cache
 from itertools import product
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from qkv_engine.errors import ConfigError
@@ -206,10 +209,11 @@ class Uniform:
         return UniformSide(side, shape, self.bits, self.axis, min(self.group, extent), self.eta, self.is_subordinate)
 
 
-def uniform_formats() -> dict[str, Uniform]:
-    """Every uniform format by its name."""
+@cache
+def uniform_formats() -> Mapping[str, Uniform]:
+    """Every uniform format by its name, made once: a ladder of all layers asks for them some fifty times."""
     formats = (Uniform(*choice) for choice in product(BITS, AXES, GROUPS))
-    return {fmt.name: fmt for fmt in formats}
+    return MappingProxyType({fmt.name: fmt for fmt in formats})
 
 
 def parse(name: str) -> Uniform | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from qkv_engine.kv.host_tier import HostTier
 from qkv_engine.kv.manager import KVManager
 from qkv_engine.kv.moves import HostCopy, MoveCommand, take_moves
@@ -19,9 +21,9 @@ def make_hosted(num_blocks: float, host_blocks: float, spec: KVSpec = DENSE) -> 
     return KVManager(tables, PrefixCache(tables, "model", tier)), tier
 
 
-def ended(space: KVManager, name: str, salt: int, num_blocks: int = 3) -> None:
+def ended(space: KVManager, name: str, salt: int, num_blocks: int = 3, tenant: str = "") -> None:
     """Has a request of so many blocks compute its tokens and end."""
-    request = make_request(name, [salt] * num_blocks * BLOCK, floor=space.num_rungs - 1)
+    request = make_request(name, [salt] * num_blocks * BLOCK, floor=space.num_rungs - 1, tenant=tenant)
     request.num_computed_tokens = space.open(request)
     assert space.reserve(request, num_blocks * BLOCK)
     space.computed(request, num_blocks * BLOCK)
@@ -135,6 +137,47 @@ def test_a_block_that_goes_before_it_is_written_ahead_is_copied_at_once():
     space.prefix.clear()
     space.begin_step(None)
     assert tier.stats().used_nbytes == 0
+
+
+def test_a_narrow_piece_of_the_disk_takes_the_place_of_no_wide_copy_that_came_meanwhile():
+    space, tier = make_hosted(12, 8, LADDER)
+    ended(space, "a", 1)
+    block = space.idle(1)[0]
+    entry = space.prefix.entry_of(block)
+    coming = tier.receive(entry.key, entry.parent, entry.tokens, {0: 1})
+    assert tier.write(entry.key, entry.parent, entry.tokens, block) == 16
+    used = tier.arena.used_nbytes
+    assert tier.land(coming, True) and tier.arena.used_nbytes == used - 8
+    assert [copy.rung for copy in tier.piece(entry.key).held()] == [0]
+
+
+def test_tenants_over_their_share_give_up_their_own_pieces_first():
+    space, tier = make_hosted(30, 6, LADDER)
+    tier.divide(0.4)
+    for name, tenant, number in (("a", "few", 2), ("b", "many", 7)):
+        ended(space, name, ord(name), number, tenant)
+    for entry in sorted(space.prefix._entries.values(), key=lambda entry: entry.tenant):
+        tier.write(entry.key, entry.parent, entry.tokens, entry.blocks[0], entry.tenant)
+        take_moves(space.tables)
+        space.begin_step(None)
+    tenants = Counter(piece.tenant for piece in tier._pieces.values())
+    assert tenants == {"few": 2, "many": 4}, "the older ones would have gone"
+    assert tier.shares._nbytes == {"few": 2 * 16, "many": 4 * 16} and list(tier.shares.over) == ["many"]
+
+
+def test_a_block_that_steps_down_before_it_is_written_ahead_leaves_as_it_is_then():
+    """The copy that was noted had the bytes of another rung."""
+    space, tier = make_hosted(12, 8, LADDER)
+    ended(space, "a", 1)
+    block = space.idle(1)[0]
+    entry = space.prefix.entry_of(block)
+    assert tier.write(entry.key, entry.parent, entry.tokens, block) == 16
+    space.demote([(block, 1)])
+    while space.evict():
+        pass
+    copies = [copy for outs in take_moves(space.tables)[0].waves for copy in outs.outs]
+    assert sorted(copy.nbytes for copy in copies) == [8, 16, 16]
+    assert [copy.rung for copy in tier.piece(entry.key).held()] == [1]
 
 
 def test_an_earlier_copy_goes_with_a_block_that_turns_out_bad_as_it_is_given_up():

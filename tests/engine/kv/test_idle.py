@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from types import FrameType
+
 from qkv_engine.kv.block import Block
 from qkv_engine.kv.manager import KVManager
 from qkv_engine.kv.shortage import Shortage
@@ -145,10 +149,57 @@ def test_groups_that_see_all_step_down_one_by_one_and_are_given_up_together():
     assert [(block.group, block.rung) for block in step_down(space, 3)] == [(0, 1), (0, 1), (1, 1)]
     assert space.idle_kinds() == {(0, 1): 2, (1, 1): 1, (1, 0): 1}
     held = space.prefix._entries[next(iter(space.prefix._entries))].blocks[1]
-    held.refs += 1  # as if a request held it
+    space.tables.store.share(held)  # as if a request held it
     assert space.idle_kinds() == {(0, 1): 1, (1, 1): 1}  # its companion cannot go
-    held.refs -= 1
+    space.tables.store.drop(held)
+    assert space.idle_kinds() == {(0, 1): 2, (1, 1): 1, (1, 0): 1}
     assert space.evict() and space.tables.arena.used_nbytes == 8 + 16
+
+
+def num_lines(call: Callable[[], object]) -> int:
+    """Lines of Python that a call runs."""
+    number = 0
+
+    def trace(frame: FrameType, event: str, arg: object) -> object:
+        nonlocal number
+        number += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return number
+
+
+def test_what_can_be_given_up_is_known_without_a_look_at_each_block():
+    lines = []
+    for number in (4, 400):
+        space = make_space(2 * number, LADDER, prefix=True)
+        space.release(begun(space, "a", ids(1, number)))
+        assert space.idle_kinds() == {(0, 0): number}
+        lines.append(num_lines(space.idle_kinds))
+    assert lines[0] == lines[1] > 0
+
+
+def test_tenants_over_their_share_step_down_and_give_up_their_own_first():
+    space = make_space(20, LADDER, prefix=True, quota=0.25)
+    for salt, (tenant, number) in enumerate((("few", 4), ("many", 6)), 1):
+        request = make_request(tenant, ids(salt, number), floor=2, tenant=tenant)
+        request.num_computed_tokens = space.open(request)
+        assert space.reserve(request, number * BLOCK)
+        space.computed(request, number * BLOCK)
+        space.release(request)
+    step_down(space, 1)
+    assert rungs(space, 1, num_blocks=4) == [[0] * 4], "the least recently used, but within its share"
+    step_down(space, 2)  # then nobody is over 80 bytes
+    assert rungs(space, 2, num_blocks=6) == [[0, 0, 0, 1, 1, 1]]
+    step_down(space, 1)
+    assert rungs(space, 1, num_blocks=4) == [[0, 0, 0, 1]]
+    space.tables.arena.resize(8 * 16)  # a share of 32 bytes: both are over
+    assert space.evict() and rungs(space, 1, num_blocks=4) == [[0, 0, 0]]
 
 
 def test_what_is_given_up_counts_as_room():

@@ -40,9 +40,23 @@ def expected_loss(ladder: KVSpec, nbytes: int, slab: int) -> float:
     return reserve_nbytes([rungs], rungs[0], slab) + halves + nbytes * sum(rests) / len(rests)
 
 
+# Of presets that differ in a sink or a group alone, one.
+OTHERS = [
+    config
+    for config in PRESETS.values()
+    if len(config.rungs) > 1
+    and not config.name.endswith(("-g32", "-sink"))
+    and config.name not in ("auto", "kivi-2", "patternkv", "xquant-1.28")
+]
+
+
 @pytest.mark.parametrize(
     "config",
-    [*(c for c in PRESETS.values() if len(c.rungs) > 1 and not c.name.endswith(("-g32", "-sink"))), THREE, SHARE],
+    [
+        *(PRESETS[name] for name in ("auto", "kivi-2", "patternkv", "xquant-1.28")),
+        *(THREE, SHARE),
+        *(pytest.param(config, marks=pytest.mark.slow) for config in OTHERS),
+    ],
     ids=lambda config: config.name,
 )
 def test_of_all_slabs_the_chosen_one_wastes_least(config: KVConfig):

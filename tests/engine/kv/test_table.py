@@ -249,7 +249,7 @@ class TablesMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(1, 8))
     def demote_idle(self, number: int) -> None:
-        blocks = self.prefix.idle.coldest(number)
+        blocks = self.prefix.coldest(number)
         assert len(set(blocks)) == len(blocks) and all(block.refs == 1 and not block.holders for block in blocks)
         places = [(block.rung, self.prefix._of_block[block].since[0]) for block in blocks]
         idle = [block for block in self.prefix._of_block if block.refs == 1 and 0 <= block.rung < 2]

@@ -181,7 +181,7 @@ LOG = (
         "all is handed on",
         "log",
         "SegmentLog._hand_on",
-        "self._index.used_of(number)",
+        "self._index.handed_on(number)",
         "[p for p in self._index._pieces.values() if p.segment == number]",
     ),
     Patch(
@@ -198,15 +198,15 @@ LOG = (
         "the newest goes first",
         "log",
         "SegmentLog._victim",
-        "(number not in self._unusable, number)",
-        "(number not in self._unusable, -number)",
+        "(n not in self._unusable, bool(over) and n not in over, n)",
+        "(n not in self._unusable, bool(over) and n not in over, -n)",
     ),
     Patch(
         "unusable segments go last",
         "log",
         "SegmentLog._victim",
-        "number not in self._unusable",
-        "number in self._unusable",
+        "n not in self._unusable",
+        "n in self._unusable",
     ),
     Patch("files of old segments stay", "log", "SegmentLog._give_up", "self._folder.remove(number)", ""),
     Patch("a short write is the end", "log", "_write", "left[0] = left[0][done:]", "left.pop(0)"),
@@ -317,7 +317,55 @@ STORE = (
         "namespace.largest_record",
     ),
 )
-MUTANTS = {patch.name: patch for patch in (*FILES, *INDEX, *READER, *LOG, *STORE)}
+SHARES = (
+    Patch("nobody is over a share", "log", "SegmentLog._victim", "bool(over) and n not in over", "False"),
+    Patch("whoever is over a share goes last", "log", "SegmentLog._victim", "n not in over", "n in over"),
+    Patch("what others have beside it goes, too", "index", "PieceIndex.handed_on", "(*used, *rest)", "(*used,)"),
+    Patch(
+        "what goes for a share is handed on",
+        "index",
+        "PieceIndex.handed_on",
+        "self._tenants.get(key) not in self._shares.over",
+        "True",
+    ),
+    Patch(
+        "who uses a record takes it over",
+        "index",
+        "PieceIndex.own",
+        "self._shares.is_kept and key in self._pieces and key not in self._tenants",
+        "self._shares.is_kept and key in self._pieces",
+    ),
+    Patch(
+        "records that are gone count still",
+        "index",
+        "PieceIndex.drop_segment",
+        "self._disown(key)",
+        "",
+    ),
+    Patch(
+        "what was taken out counts still",
+        "index",
+        "PieceIndex.discard",
+        "self._disown(key)",
+        "self._tenants.pop(key, None)",
+    ),
+    Patch(
+        "a record that is handed on counts for nobody",
+        "log",
+        "SegmentLog._read_again",
+        "self._index.tenant_of(piece.key)",
+        "None",
+    ),
+    Patch(
+        "a record counts for nobody",
+        "store",
+        "KVStore.put",
+        "Draft(key, self._key(piece.parent), pack_tokens(piece.tokens), blocks, piece.tenant)",
+        "Draft(key, self._key(piece.parent), pack_tokens(piece.tokens), blocks)",
+    ),
+    Patch("who reads a record has none", "store", "KVStore.read", "self._index.own(stored.key, piece.tenant)", ""),
+)
+MUTANTS = {patch.name: patch for patch in (*FILES, *INDEX, *READER, *LOG, *STORE, *SHARES)}
 QUICK = (  # tried by make test
     "signatures of records are not compared",
     "checksums are not compared",

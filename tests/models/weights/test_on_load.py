@@ -93,7 +93,7 @@ def test_random_weights_are_those_of_the_seed_quantized(kind, tiny_folder, monke
         assert torch.equal(parameter, plain.get_parameter(name))
 
 
-@pytest.mark.parametrize("load_format", ["auto", "random"])
+@pytest.mark.parametrize("load_format", ["auto", pytest.param("random", marks=pytest.mark.slow)])
 def test_memory_stays_near_the_quantized_size(load_format, tmp_path):
     """Peak of a load in a process of its own that keeps codes: at most their size and a layer and a half.
 
