@@ -92,10 +92,13 @@ class HostTier:
         return copy.source is None and copy.command <= self.num_ended
 
     def touch(self, keys: Collection[bytes]) -> None:
-        """Notes that the pieces of these keys, in the order of their tokens, are used."""
+        """Notes that the pieces of these keys, in the order of their tokens, are used, and all before each of them."""
+        touched = set[bytes]()
         for key in reversed(list(keys)):
-            if key in self._pieces:
+            while key not in touched and (piece := self._pieces.get(key)) is not None:
                 self._pieces.move_to_end(key)
+                touched.add(key)
+                key = piece.parent
 
     # ---- copies
 
@@ -214,7 +217,7 @@ class HostTier:
             self._pieces[key] = self._piece(key, parent, tokens, tenant)
         elif own.tokens != tokens:
             return None
-        self._use(key)
+        self.touch([key])
         found = self._piece(key, parent, tokens, tenant)
         for group, rung in rungs.items():
             slot = self._allocate(self.spec.groups[group].nbytes(rung), key)
@@ -245,7 +248,7 @@ class HostTier:
             return is_asked and is_good
         if own is None:
             own = self._pieces[key] = self._piece(key, coming.parent, coming.tokens, coming.tenant)
-        self._use(key)
+        self.touch([key])
         for copy in coming.held():
             before = own.blocks[copy.group]
             if before is not None and before.rung <= copy.rung:
@@ -294,7 +297,7 @@ class HostTier:
             piece = self._pieces[key] = self._piece(key, parent, tokens, tenant)
         elif piece.tokens != tokens:
             return None
-        self._use(key)
+        self.touch([key])
         slot = self._allocate(block.slot.nbytes, key)
         if slot is not None:
             copy = HostBlock(slot, block.group, block.rung, self.num_commands + 1, block)
@@ -314,12 +317,6 @@ class HostTier:
         self.shares.add(piece.tenant, copy.slot.nbytes)
         if before is not None:
             self._forget(piece, before)
-
-    def _use(self, key: bytes) -> None:
-        """Moves a piece, then all before it, to the end of the order."""
-        while (piece := self._pieces.get(key)) is not None:
-            self._pieces.move_to_end(key)
-            key = piece.parent
 
     def _allocate(self, nbytes: int, key: bytes) -> Slot | None:
         """A slot, for which pieces are given up that were used before that of ``key``."""

@@ -70,16 +70,24 @@ class HostTraffic:
         ]
         return all(out)
 
-    def park(self, blocks: Sequence[Block]) -> int:
-        """Has those of a request's ``blocks`` that are filed leave copies, the last first.
+    def park(self, blocks: Iterable[Block]) -> int:
+        """Has those of a request's ``blocks`` that are filed leave copies, the first tokens first, while there is room.
 
-        Returns the tokens of the main group of which there are copies then.
+        What is behind those without a copy would be of no use. Returns the tokens of the main group of which there
+        are copies then.
         """
-        num_tokens = 0
-        for block in reversed(blocks):
+        main, num_tokens = self._tables.main.index, 0
+        pieces: dict[Entry, list[Block]] = {}  # in the order of their tokens
+        for block in sorted(blocks, key=lambda block: block.group != main):
             entry = self._prefix.entry_of(block)
-            if entry is not None and self.move_out(entry, [block]) and block.group == self._tables.main.index:
-                num_tokens += len(entry.tokens)
+            if entry is not None:
+                pieces.setdefault(entry, []).append(block)
+        self.tier.touch([entry.key for entry in pieces])
+        for entry, own in pieces.items():
+            has_copy = [block.group for block in own if self.move_out(entry, [block])]
+            num_tokens += len(entry.tokens) * (main in has_copy)
+            if len(has_copy) < len(own):
+                break
         return num_tokens
 
     def stepped_down(self, blocks: Iterable[Block]) -> None:

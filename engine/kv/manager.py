@@ -122,7 +122,7 @@ class KVManager:
             self._host.write_ahead()
 
     def park(self, request: Request) -> int:
-        return 0 if self._host is None else self._host.park(list(self.blocks(request)))
+        return 0 if self._host is None else self._host.park(self.blocks(request))
 
     def begin_fetching(self, request: Request) -> Fetching | None:
         if self._host is None or not self._may_share(request):

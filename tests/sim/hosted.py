@@ -156,17 +156,23 @@ class Hosted:
         """Checks that they left copies, as far as there is room; ``had``: copies noted before."""
         if self.tier is None:
             return
-        for (key, group), block in blocks.items():
-            kept = self.keeps(key, block) and self._copy(key, group) not in self.tier._writes
-            # What was given up for a later one of several may have left room that was not there for this one.
-            is_excused = len(blocks) > 1 and self.tier._moved["dropped"] > self._dropped
-            is_lost = not kept and not is_excused and self._could_keep(key, block)
+        # What was given up for one of several may have left room that was not there for another, or been its copy.
+        is_excused = len(blocks) > 1 and self.tier._moved["dropped"] > self._dropped
+        lost = {
+            (key, group): block
+            for (key, group), block in blocks.items()
+            if not self.keeps(key, block) or self._copy(key, group) in self.tier._writes
+        }
+        keys = {key for key, _ in lost}
+        for (key, _), block in lost.items():
+            is_behind = keys & self._before(key) - {key}  # of no use without what is lost before
+            is_lost = not (is_behind or is_excused) and self._could_keep(key, block)
             require(not is_lost, "a block is given up and leaves no copy")
         for key, tenant in self._tenants.items():
             piece = None if key in self._had else self.tier._pieces.get(key)
             require(piece is None or piece.tenant == tenant, "a copy counts for another tenant")
         new = self.num_noted() - had
-        require(new <= len(blocks) - sum(clean.values()), "a block that has a copy leaves another one")
+        require(is_excused or new <= len(blocks) - sum(clean.values()), "a block that has a copy leaves another one")
         self._counts["out"] += new
 
     def num_noted(self) -> int:

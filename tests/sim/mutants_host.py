@@ -17,7 +17,7 @@ HOST_BUGS = (
     Bug(
         "pieces are given up in the order of their coming",
         "host_tier",
-        "HostTier._use",
+        "HostTier.touch",
         "key = piece.parent",
         "break",
         case="host",
@@ -26,7 +26,7 @@ HOST_BUGS = (
     Bug(
         "a piece that is used is as old as before",
         "host_tier",
-        "HostTier._use",
+        "HostTier.touch",
         "self._pieces.move_to_end(key)",
         "pass",
         case="host",

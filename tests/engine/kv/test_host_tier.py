@@ -196,3 +196,30 @@ def test_an_earlier_copy_goes_with_a_block_that_turns_out_bad_as_it_is_given_up(
     space.confirm(space.num_commands)
     space.distrust(blocks[1:])  # a later command can tell nothing of them
     assert tier.stats().num_blocks == 2
+
+
+def test_who_is_parked_leaves_the_beginning_where_room_lacks():
+    space, tier = make_hosted(6, 3)
+    ended(space, "a", 1, 5)
+    blocks = space.prefix.lookup([1] * 800, "", 0, 5 * BLOCK).blocks
+    assert space.prefix.host.park(blocks[:1]) == BLOCK and len(carry_out(space).waves[0].outs) == 1
+    # The last blocks would take the place of the first one, without which they are of no use.
+    assert space.prefix.host.park(blocks) == 3 * BLOCK
+    assert [list(wave.outs) for wave in carry_out(space).waves] == [
+        [HostCopy(block.slot.address, address, 16) for block, address in zip(blocks[1:3], (16, 0), strict=True)]
+    ]
+    keys = [space.prefix.entry_of(block).key for block in blocks]
+    assert [tier.keeps(key, 0, 0) for key in keys] == [True, True, True, False, False]
+
+
+def test_what_steps_down_before_it_is_written_leaves_as_it_is_now():
+    space, tier = make_hosted(12, 8, LADDER)
+    ended(space, "a", 1, 1)
+    (block,) = space.idle(1)
+    entry = space.prefix.entry_of(block)
+    assert tier.write(entry.key, entry.parent, entry.tokens, block) == 16
+    space.demote([(block, 1)])
+    assert space.evict()
+    command = carry_out(space)
+    assert not command.written and [copy.nbytes for wave in command.waves for copy in wave.outs] == [8]
+    assert [copy.rung for copy in tier.piece(entry.key).held()] == [1] and tier.arena.used_nbytes == 8
