@@ -174,3 +174,16 @@ def test_the_reserve_counts_states_as_a_group() -> None:
     chains = [(chain.sizes, chain.floors) for chain in HYBRID.chains]
     assert chains == [((16, 8), (0, 1)), ((32, 16), (0, 1))]
     assert [chain.sizes for chain in make_spec(RUNGS[:2], others=(STATE,)).chains] == [(16, 8)]
+
+
+def test_a_start_on_narrow_states_narrows_those_of_a_wide_checkpoint() -> None:
+    scheduler = make_scheduler(40, HYBRID, prefix=True, slab_blocks=2)
+    finished(scheduler, "old", ids(1, 140))
+    request = make_request("new", ids(1, 200), 20, floor=1, ignore_eos=True)
+    assert scheduler.space.open(request) == 128
+    assert scheduler.space.begin_narrower(request) and not scheduler.space.begin_narrower(request)
+    assert scheduler.space.reserve(request, 129)
+    ((first, second),) = scheduler.space.tables.store.waves
+    assert [(move.old, move.new) for move in (first, second)] == [(-2, -1), (-4, -3)]
+    (wave,) = take_moves(scheduler.space.tables)[0].waves
+    assert [(launch.old, launch.new, launch.nbytes) for launch in wave.launches] == [(-2, -1, 32)]

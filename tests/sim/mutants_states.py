@@ -155,7 +155,7 @@ STATE_BUGS = (
         "iter(self._found.values())",
     ),
     _bug(
-        12002,
+        12105,
         "a checkpoint that a start needs is given up",
         "checkpoints",
         "Checkpoints.oldest",
@@ -267,7 +267,7 @@ STATE_BUGS = (
         "(group.chains[0] for group in self.groups)",
     ),
     _bug(
-        12000,
+        12010,
         "states step down before blocks",
         "coldest",
         "Candidate.of",
@@ -283,15 +283,7 @@ STATE_BUGS = (
         "block.rung",
     ),
     _bug(
-        12000,
-        "states of a request follow its blocks",
-        "coldest",
-        "Coldest._push_follower",
-        "age >= 0 and not block.is_shared and (not is_state(block))",
-        "age >= 0 and not block.is_shared",
-    ),
-    _bug(
-        12000,
+        12016,
         "nobody begins on narrower states",
         "pressure",
         "Pressure.stretch",
@@ -305,22 +297,6 @@ STATE_BUGS = (
         "BlockStore.demote",
         "block.rung < 0 and block.slot in self._fresh",
         "False",
-    ),
-    _bug(
-        12000,
-        "a narrow state is filled as if its checkpoint were narrow",
-        "store",
-        "BlockStore.copy",
-        "Move(b, a.slot.address, b.slot.address, a.rung, b.rung)",
-        "Move(b, a.slot.address, b.slot.address, b.rung, b.rung)",
-    ),
-    _bug(
-        12000,
-        "a checkpoint serves whoever comes",
-        "prefix",
-        "PrefixCache._lookup_with_states",
-        "self.checkpoints.serves(key, floor)",
-        "key in self.checkpoints",
     ),
     _bug(
         12007,
@@ -355,7 +331,7 @@ STATE_BUGS = (
         "",
     ),
     _bug(
-        12000,
+        12016,
         "states that have just begun are not seen",
         "scheduler",
         "Scheduler._start",
