@@ -56,8 +56,7 @@ rungs, from the widest to the floor:
                         holds its window alone
   code bits             per KV element of those bytes; shared codes count once
   bits                  the same with all metadata counted
-  states, state bytes   format of a request's states there and their bytes, of
-                        models with such layers
+  states, state bytes   format and bytes of a request's states, if it has any
   capacity tokens       of one request whose blocks all stand on the rung
   capacity requests     of the whole context together, if layers have windows
                         or states

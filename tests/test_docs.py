@@ -113,7 +113,15 @@ def test_members_and_arguments_exist(page: Path, definitions):
 def test_options_are_options(page: Path):
     files = [*SOURCES, ROOT / "Makefile", ROOT / "docs/command_line.md"]  # the page is made from the parsers
     known = {word for path in files for word in re.findall(r"--[a-z][\w-]+", path.read_text())}
-    foreign = {"--head", "--query-gpu", "--loop-ms", "--build-arg", "--gpus", "--rm"}  # of ray, nvidia-smi and docker
+    foreign = {
+        "--head",
+        "--query-gpu",
+        "--loop-ms",
+        "--build-arg",
+        "--gpus",
+        "--rm",
+        "--durations",
+    }  # of ray, nvidia-smi, docker, pytest
     foreign |= {"--model", "--model_args"}  # of lm_eval
     assert not set(re.findall(r"(?<![\w-])--[a-z][\w-]+", page.read_text())) - known - foreign
 

@@ -135,8 +135,10 @@ class GroupSpec:
         return rung if rung >= 0 else self.place(rung)[1]
 
     def narrowest(self, rung: int) -> int:
-        """The narrowest rung of a block, or of the slot, that stands on ``rung``."""
-        return len(self.rungs) - 1 if rung >= 0 else rung + len(self.slot_of(rung).sizes) - 1 - self.step_of(rung)
+        """The narrowest rung of a block, or of the state, that stands on ``rung``; blocks' for a sink."""
+        if rung >= 0 or not (slot := self.slot_of(rung)).is_state:
+            return len(self.rungs) - 1
+        return rung + len(slot.sizes) - 1 - self.step_of(rung)
 
     @cached_property
     def widest_rungs(self) -> tuple[int, ...]:
