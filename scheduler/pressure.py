@@ -126,7 +126,7 @@ class Pressure:
                 room = self.space.room_for(request, num_tokens, spare)
         if room <= request.num_computed_tokens and not runs and self.space.begin_narrower(request):
             return self.stretch(request, num_tokens)
-        return room if room and self._reserve(request, room) else 0
+        return room if room > request.num_computed_tokens and self._reserve(request, room) else 0
 
     def keep_state(self, request: Request) -> None:
         """Has a checkpoint of ``request`` kept, if there is room, or idle blocks alone can make some."""
