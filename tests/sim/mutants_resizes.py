@@ -57,7 +57,7 @@ RESIZE_BUGS = (
         "-(-slabs_end // self.chunk_nbytes)",
         "slabs_end // self.chunk_nbytes",
         case="resizes",
-        seed=9027,
+        seed=9106,
     ),
     Bug(
         "a hole ends in a block",
@@ -219,7 +219,7 @@ RESIZE_BUGS = (
         "self.note_hole()",
         "",
         case="resizes",
-        seed=9010,
+        seed=9163,
     ),
     Bug(
         "admission counts on memory that goes",
@@ -318,7 +318,7 @@ RESIZE_BUGS = (
         "self._flush()",
         "",
         case="resizes",
-        seed=9010,
+        seed=9101,
     ),
     Bug(
         "a shrink ends too early",
