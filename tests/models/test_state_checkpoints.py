@@ -189,7 +189,9 @@ def test_states_that_are_not_finite_are_not_offered(engine: Engine, monkeypatch:
     def spoil(self: CpuStates, layer: int, *rest: Any) -> Tensor:
         out = compute(self, layer, *rest)
         for item in self._items:
-            self._planner.state(layer, item).recurrent.fill_(torch.nan)
+            _, views = self._planner.state(layer, item)
+            for part in views.parts():
+                part.fill_(torch.nan)
         return out * torch.nan
 
     with monkeypatch.context() as patched:

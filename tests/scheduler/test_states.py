@@ -42,7 +42,7 @@ def test_each_format_of_a_slot_has_a_rung_below_zero() -> None:
         ((2, 1), 16, "int16"),
         ((2, 0), 32, "float32"),
     ]
-    assert group.widest_rungs == (-1, -3, -5) and [group.narrowest(rung) for rung in (-1, -3, -2, 0)] == [-1, -2, -2, 1]
+    assert group.widest_rungs == (-1, -3, -5) and [group.narrowest(rung) for rung in (-1, -3, -2, 0)] == [1, -2, -2, 1]
     assert group.slot_floors(0) == (0, -3, -5) and group.slot_floors(1) == (1, -2, -4)
     assert [group.slot_sizes(floor) for floor in (0, 1)] == [[4, 32, 32], [4, 16, 16]]
 

@@ -110,7 +110,7 @@ def step(
     ours = CpuStatePlanner(cache.memory, main, cache.ladder)
     for item in (item._replace(is_first=False) for item in expected_step._items):
         for layer in range(len(SPECS)):
-            mine, wanted = ours.state(layer, item), cpu.state(layer, item)
+            (_, mine), (_, wanted) = ours.state(layer, item), cpu.state(layer, item)
             worst = max(worst, error(decode(mine.recurrent), decode(wanted.recurrent)), error(mine.conv, wanted.conv))
     return worst
 
