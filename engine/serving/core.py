@@ -235,9 +235,15 @@ class EngineCore:
         return not isinstance(pending, NotLaunched)
 
     def _carry_out_or_wait(self) -> None:
-        """Carries out what stands in the books, for which no step comes; if there is nothing, waits for the disk."""
+        """Carries out what stands in the books, for which no step comes; if there is nothing, waits for the disk.
+
+        A read may wait for copies of earlier commands, so these are waited for even if others keep coming.
+        """
         if self.resizer.is_pending or self.space.has_copies:
             self._carry_out_moves()
+            if self.space.waits_for_disk:
+                self.runner.check_device()
+                self.space.ended(self.space.num_commands - 1)  # what the last one copies beside a step goes on
         elif self.space.waits_for_disk:
             self._note_ended()
             self.space.wait_for_disk(DISK_SECONDS)

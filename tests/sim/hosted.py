@@ -245,7 +245,8 @@ class Hosted:
             for (key, group), block in filed.items()
             if group == self.main and self.keeps(key, block)
         )
-        is_right = parked == tokens or (parked > tokens and self.tier._moved["dropped"] > self._dropped)
+        # Those behind the first without a copy may have earlier ones, which are of no use.
+        is_right = parked <= tokens or self.tier._moved["dropped"] > self._dropped
         require(is_right, f"{parked} tokens are told to be parked, {tokens} are")
         self._counts["parked"] += len(filed) > 0
         return parked

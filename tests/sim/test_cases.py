@@ -17,7 +17,7 @@ from .mutants_shares import SHARE_BUGS
 from .mutants_shrinks import SHRINK_BUGS
 from .mutants_states import STATE_BUGS
 from .options import draw
-from .simulator import Simulation
+from .simulator import Simulation, simulate
 from .test_simulator import describe, swarm
 
 NUM_EVENTS = 400
@@ -66,3 +66,8 @@ def test_a_seeded_bug_is_found(bug: Bug):
     simulation = Simulation(CASES[bug.case].change(draw(bug.seed)), bug)
     with pytest.raises(Broken):
         simulation.run(NUM_EVENTS)
+
+
+def test_a_read_does_not_wait_for_copies_that_keep_coming():
+    """While all wait for the disk, and each step copies idle blocks to the host, which gives them up again."""
+    assert simulate(4_000_009, 600, CASES["doubts"].change).counts["read"]
