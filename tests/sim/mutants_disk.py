@@ -28,9 +28,9 @@ DISK_BUGS = (
         12000,
     ),
     _bug("half a copy is written", "host_tier HostTier.is_there", "copy.command <= self.num_ended", "True", 12002),
-    _bug("torn bytes are taken for good", "disk_traffic DiskTraffic.begin_step", "reading.job.has_come", "True", 12016),
+    _bug("torn bytes are taken for good", "disk_traffic DiskTraffic.begin_step", "reading.job.has_come", "True", 12018),
     _bug("what comes is never filed", "host_tier HostTier.land", "self._put(own, copy)", "", 12000),
-    _bug("what came is as old as before", "host_tier HostTier.land", "self.touch([key])", "", 12016),
+    _bug("what came is as old as before", "host_tier HostTier.land", "self.touch([key])", "", 12026),
     _bug(
         "nobody waits for the disk",
         "host_traffic HostTraffic.begin_fetching",
@@ -58,7 +58,7 @@ DISK_BUGS = (
         "disk_traffic DiskTraffic.read",
         "request.num_read_pieces = max(request.num_read_pieces, number)",
         "",
-        12016,
+        12018,
     ),
     _bug(
         "a piece that comes is read once more",
