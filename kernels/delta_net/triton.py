@@ -158,19 +158,8 @@ def chunk_scan_variant(spec: StateSpec, dtype: torch.dtype) -> tuple[dict[str, A
 
 def narrow_variant(spec: StateSpec, new: StateFormat, dtype: torch.dtype) -> tuple[dict[str, Any], int]:
     """Compile-time arguments and warps of ``narrow_state_kernel``."""
-    target = spec._replace(format=new)
     heads = {name: value for name, value in _heads(spec).items() if name != "HK"}
-    sides = [("OLD", spec), ("NEW", target)]
-    parts = {
-        name: value
-        for side, each in sides
-        for name, value in {
-            side: ELEMENT[each.format],
-            f"{side}_SCALES": _format(each)[1],
-            f"{side}_CONV": each.conv_offset,
-            f"{side}_SHIFT": each.format.shift,
-        }.items()
-    }
+    parts = _side("OLD", spec) | _side("NEW", spec._replace(format=new))
     conv = spec.num_channels * (spec.conv_width - 1) * dtype.itemsize
     return {**heads, **_blocks(spec, STEP_COLUMNS), **parts, "CONV": conv, "TILE": 1024}, 4
 
@@ -180,6 +169,12 @@ def gated_norm_variant(heads: int, size: int, eps: float) -> tuple[dict[str, Any
     block = triton.next_power_of_2(size)
     rows = max(1, 1024 // block)
     return {"HV": heads, "DV": size, "EPS": eps, "ROWS": rows, "BLOCK_V": block}, min(8, max(1, rows * block // 512))
+
+
+def _side(name: str, spec: StateSpec) -> dict[str, Any]:
+    """The format of ``spec`` as one of the two of ``narrow_state_kernel``."""
+    element, scales, shift = _format(spec)
+    return {name: element, f"{name}_SCALES": scales, f"{name}_CONV": spec.conv_offset, f"{name}_SHIFT": shift}
 
 
 def _conv(spec: StateSpec) -> dict[str, Any]:

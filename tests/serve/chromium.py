@@ -71,6 +71,12 @@ class Tab:
         self.wait(f"location.href.startsWith({url!r}) && document.readyState === 'complete'")
         self.complaints.clear()
 
+    def open_anew(self, url: str) -> None:
+        """The same for somebody who has never been there: nothing is stored."""
+        self.open(url)
+        self.run("localStorage.clear(); sessionStorage.clear()")
+        self.open(url)
+
     def press(self, key: str, code: int, text: str = "", *, shift: bool = False) -> None:
         """A key, by its name, its code and the text that it makes, with the Shift key or without."""
         fields = {"key": key, "windowsVirtualKeyCode": code, "modifiers": 8 * shift}

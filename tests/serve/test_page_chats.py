@@ -23,9 +23,7 @@ FOCUS = "(({ id, className, tagName }) => id || className || tagName)(document.a
 def page(server: Running, tab: chromium.Tab) -> chromium.Tab:
     """The page in a wide window, without conversations."""
     tab.show_as(1280, 800)
-    tab.open(server.url)
-    tab.run("localStorage.clear(); sessionStorage.clear()")
-    tab.open(server.url)
+    tab.open_anew(server.url)
     tab.wait("document.querySelector('#model').textContent")
     return tab
 

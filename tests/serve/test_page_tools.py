@@ -29,9 +29,7 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 def page(calls: Running, tab: chromium.Tab) -> chromium.Tab:
     """The page in a wide window, with a tool, and the bodies of its requests in ``sent``."""
     tab.show_as(1280, 800)
-    tab.open(calls.url)
-    tab.run("localStorage.clear(); sessionStorage.clear()")
-    tab.open(calls.url)
+    tab.open_anew(calls.url)
     tab.wait("document.querySelector('#model').textContent && !document.querySelector('#tools').parentElement.hidden")
     tab.run(f"document.querySelector('#tools').value = {json.dumps(TOOLS)}")
     tab.run(SENT)
