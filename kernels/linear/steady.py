@@ -69,10 +69,7 @@ def pack_steadily(weight: object) -> SteadyWeight:
 def linear(x: Tensor, weight: SteadyWeight, bias: Tensor | None) -> Tensor:
     """Same contract as ``qkv_engine.kernels.linear.linear``."""
     if weight.span is None:
-        from .steady_triton import linear_steady
-
-        assert isinstance(weight.weight, Tensor)
-        return linear_steady(x, weight.weight, bias)
+        return _linear_on_gpu(x, weight, bias, gated=False)
     least, most = weight.span
     if len(x) > most:
         return torch.cat([linear(piece, weight, bias) for piece in x.split(most)])
@@ -86,7 +83,16 @@ def linear(x: Tensor, weight: SteadyWeight, bias: Tensor | None) -> Tensor:
 
 def linear_swiglu(x: Tensor, weight: SteadyWeight, bias: Tensor | None) -> Tensor:
     """Same contract as ``qkv_engine.kernels.linear.linear_swiglu``."""
+    if weight.span is None:
+        return _linear_on_gpu(x, weight, bias, gated=True)
     return by_rows(swiglu, linear(x, weight, bias))
+
+
+def _linear_on_gpu(x: Tensor, weight: SteadyWeight, bias: Tensor | None, *, gated: bool) -> Tensor:
+    from .steady_triton import linear_steady
+
+    assert isinstance(weight.weight, Tensor)
+    return linear_steady(x, weight.weight, bias, gated=gated)
 
 
 def by_rows(operator: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -29,8 +29,11 @@ class SumTuning(NamedTuple):
 
 
 class TileTuning(NamedTuple):
-    """Launch parameters of ``linear_tile_kernel``: rows of the weight a program, columns of a step, steps under way."""
+    """Launch parameters of ``linear_tile_kernel``: rows of ``x`` and of the weight a program, columns of a step, and
+    steps under way.
+    """
 
+    block_m: int
     block_n: int
     block_k: int
     num_warps: int
@@ -40,7 +43,7 @@ class TileTuning(NamedTuple):
 # By the most rows that each serves; beyond the last entry torch's products are as fast.
 TUNINGS: dict[int, SumTuning | TileTuning] = {
     1: SumTuning(columns=1024, loads=16),
-    8: TileTuning(block_n=32, block_k=256, num_warps=2, num_stages=5),
+    8: TileTuning(block_m=8, block_n=32, block_k=256, num_warps=2, num_stages=5),
 }
 MAX_ROWS = max(TUNINGS)
 
@@ -84,11 +87,12 @@ def linear_tile_kernel(
 ):  # fmt: skip
     """``out = x @ weight.T + bias`` on tensor cores, or with GATED its SwiGLU.
 
-    Shapes:  x [M, K], M <= BLOCK_M;  weight [N, K];  bias [N] or None;  out [M, N], with GATED [M, N / 2]
-    Grid:    (cdiv(N, BLOCK_N),)
+    Shapes:  x [M, K];  weight [N, K];  bias [N] or None;  out [M, N], with GATED [M, N / 2]
+    Grid:    (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)): programs that read the same rows of the weight follow one another
     """
     let_next_start(OVERLAP)
-    i_p, o_m, o_k = tl.program_id(0), tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
+    o_m, o_k = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
+    i_p = tl.program_id(1)
     o_n = weight_rows(i_p, N, GATED, FULL, BLOCK_N)
     p_weight = weight_ptr + o_n[:, None] * K
     b_bias = load_bias(bias_ptr, o_n)
@@ -100,7 +104,7 @@ def linear_tile_kernel(
         b_weight = load_columns(p_weight, i + o_k[None, :], K, BLOCK_K, "evict_first")
         m_x = m_m if K % BLOCK_K == 0 else m_m & (i + o_k < K)[None, :]
         b_x = tl.load(p_x + i + o_k[None, :], mask=m_x, other=0.0)
-        b_acc = tl.dot(b_weight, tl.trans(b_x), b_acc)
+        b_acc = tl.dot(b_weight, tl.trans(b_x), b_acc, input_precision="ieee")
     store_tile(b_acc, b_bias, out_ptr, i_p, o_m, o_m < M, N, GATED)
 
 
@@ -128,11 +132,22 @@ def linear_few_rows(
     assert can_stream(x, weight) and weight.is_contiguous()
     out = x.new_empty(num_rows, num_out // 2 if gated else num_out)
     kernel, constexprs, num_warps = few_rows_variant(num_rows, num_out, size, gated=gated, tuning=tuning)
-    rows = () if kernel is linear_sum_kernel else (num_rows,)
-    kernel[(triton.cdiv(num_out, constexprs["BLOCK_N"]),)](
-        x, weight, bias, out, num_out, *rows, **constexprs, num_warps=num_warps, **overlap_options(x.device), **FUSED
-    )
+    if kernel is linear_tile_kernel:
+        launch_tiles(x, weight, bias, out, constexprs, num_warps)
+        return out
+    options = {"num_warps": num_warps, **overlap_options(x.device), **FUSED}
+    kernel[(triton.cdiv(num_out, constexprs["BLOCK_N"]),)](x, weight, bias, out, num_out, **constexprs, **options)
     return out
+
+
+def launch_tiles(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, constexprs: dict[str, Any], num_warps: int
+) -> None:
+    """Writes the product, or its SwiGLU, of any number of rows to ``out`` by ``linear_tile_kernel``."""
+    num_rows, num_out = len(x), len(weight)
+    grid = triton.cdiv(num_rows, constexprs["BLOCK_M"]), triton.cdiv(num_out, constexprs["BLOCK_N"])
+    options = {"num_warps": num_warps, **overlap_options(x.device), **FUSED}
+    linear_tile_kernel[grid](x, weight, bias, out, num_out, num_rows, **constexprs, **options)
 
 
 def few_rows_variant(
@@ -144,7 +159,7 @@ def few_rows_variant(
     if isinstance(tuning, SumTuning):
         kernel, constexprs, num_warps = linear_sum_kernel, *_sum_variant(size, tuning)
     else:
-        kernel, constexprs, num_warps = linear_tile_kernel, *_tile_variant(num_out, tuning)
+        kernel, constexprs, num_warps = linear_tile_kernel, *tile_variant(num_out, tuning)
     return kernel, {"K": size, "GATED": gated, **constexprs}, num_warps
 
 
@@ -156,6 +171,7 @@ def _sum_variant(size: int, tuning: SumTuning) -> tuple[dict[str, Any], int]:
     return {"BLOCK_N": block_n, "BLOCK_K": block_k}, num_warps
 
 
-def _tile_variant(num_out: int, tuning: TileTuning) -> tuple[dict[str, Any], int]:
-    constexprs = {"BLOCK_M": 8, "BLOCK_N": tuning.block_n, "BLOCK_K": tuning.block_k, "STAGES": tuning.num_stages}
+def tile_variant(num_out: int, tuning: TileTuning) -> tuple[dict[str, Any], int]:
+    """Compile-time arguments of ``linear_tile_kernel`` but K and GATED, and warps."""
+    constexprs = {"BLOCK_M": tuning.block_m, "BLOCK_N": tuning.block_n, "BLOCK_K": tuning.block_k, "STAGES": tuning.num_stages}
     return constexprs | {"FULL": num_out % tuning.block_n == 0}, tuning.num_warps

@@ -79,8 +79,11 @@ def tunings(num_rows: int) -> list[Tuning]:
     """Launch parameters to try."""
     sums = [SumTuning(columns, loads) for columns in (512, 1024, 2048) for loads in (8, 16)]
     shapes = ((16, 256, 1, 4), (16, 512, 1, 4), (32, 256, 2, 5), (32, 256, 2, 3), (64, 128, 4, 5), (64, 256, 4, 4))
-    tiles = [TileTuning(*shape) for shape in shapes]
-    return [*(sums if num_rows == 1 else ()), *(tiles if num_rows in (1, 2, 4, 8) else ())]
+    if num_rows > 8:
+        shapes = ((16, 256, 2, 5), (32, 128, 4, 6), (32, 256, 4, 4), (64, 128, 4, 4), (64, 64, 4, 6), (128, 64, 4, 4))
+    block_m = next(size for size in (8, 16, 32, 64, 128) if size >= min(num_rows, 128))
+    tiles = [TileTuning(block_m, *shape) for shape in shapes]
+    return [*(sums if num_rows == 1 else ()), *tiles]
 
 
 def check() -> dict[str, float]:

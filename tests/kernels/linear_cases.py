@@ -19,7 +19,7 @@ SUM_UNIT = 2.0**-20  # of the sum of the products' sizes: some additions in floa
 TUNINGS: dict[str, SumTuning | TileTuning] = {
     "sums": SumTuning(columns=256, loads=8),
     "sums of one warp": SumTuning(columns=4096, loads=4),
-    "tiles": TileTuning(block_n=32, block_k=64, num_warps=2, num_stages=3),
+    "tiles": TileTuning(block_m=8, block_n=32, block_k=64, num_warps=2, num_stages=3),
 }
 
 
