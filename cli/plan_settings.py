@@ -16,8 +16,8 @@ BUDGETED = ("budget", "context", "requests")
 RANKED = ("share", "k_bits", "v_bits", "low_bits", "group", "recent_ratio", "random")
 WINDOWS = ("sink", "recent")
 OPTIONS = {  # by method
-    "mixed": (*BUDGETED, "least_bits", "rungs", "eager"),
-    "spectral": (*BUDGETED, "shrink", "eager"),
+    "mixed": (*BUDGETED, "least_bits", "rungs", "eager", *WINDOWS),
+    "spectral": (*BUDGETED, "shrink", "eager", *WINDOWS),
     "pm-kvq": (*BUDGETED, "least_bits", "most_bits", *WINDOWS),
     "kvmix": (*RANKED, *WINDOWS),
 }
@@ -42,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--shrink", type=float, help="0 to 1, how far bases ignore what queries ask (default: 0.3)")
     add = parser.add_argument_group("pm-kvq").add_argument
     add("--most-bits", type=int, metavar="N", help="most bits of any layer at the floor: 16, 8, 4, 2 (default: 16)")
-    add = parser.add_argument_group("pm-kvq and kvmix").add_argument
-    add("--sink", type=int, metavar="N", help="first tokens that stay dense (default: 1; kvmix 0)")
+    add = parser.add_argument_group("all methods").add_argument
+    add("--sink", type=int, metavar="N", help="first tokens that stay dense (default: 32; pm-kvq 1, kvmix 0)")
     add("--recent", type=int, metavar="N", help="newest tokens that stay dense (default: 128; kvmix 0)")
     _add_kvmix(parser.add_argument_group("kvmix").add_argument)
 

@@ -33,6 +33,7 @@ class Mixed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     ``budget``: memory at the floor, such as "2.5bits" or "6GiB"; see ``Budget`` for ``context`` and ``requests``.
     ``least_bits``: of codes, 1 to 8. ``rungs``: of the ladder, at most. ``eager``: blocks go to the floor at once.
+    ``sink``, ``recent``: first and newest tokens of a request that stay dense.
     """
 
     budget: str
@@ -41,9 +42,12 @@ class Mixed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     least_bits: int = 1
     rungs: int = 8
     eager: bool = False
+    sink: int = SINK
+    recent: int = RECENT
 
     def __post_init__(self) -> None:
         self.parsed()
+        self._ladder(())  # checks the windows
         check_least_bits(self.least_bits)
         if not LEAST_RUNGS <= self.rungs <= MOST_RUNGS:
             remedy = f"Give an integer from {LEAST_RUNGS} to {MOST_RUNGS}"
@@ -90,7 +94,7 @@ class Mixed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         for number, level in enumerate(levels, 1):
             k, v = (tuple(choice.name for choice in side) for side in (level[::2], level[1::2]))
             rungs.append(RungConfig(f"mixed-{number}", k, v))
-        return KVConfig(name="plan", rungs=tuple(rungs), sink=SINK, recent=RECENT, eager=self.eager)
+        return KVConfig(name="plan", rungs=tuple(rungs), sink=self.sink, recent=self.recent, eager=self.eager)
 
 
 def nested(

@@ -46,7 +46,8 @@ class Spectral(
 
     ``budget``: memory at the floor, such as "1.75bits" or "6GiB"; see ``Budget`` for ``context`` and ``requests``.
     ``shrink``: 0 to 1, how far the bases' metrics are drawn towards the identity. ``eager``: blocks go to the floor at
-    once. Raises ``ConfigError`` for a value out of range.
+    once. ``sink``, ``recent``: first and newest tokens of a request that stay dense. Raises ``ConfigError`` for a value
+    out of range.
     """
 
     budget: str
@@ -54,9 +55,12 @@ class Spectral(
     requests: int = 1
     shrink: float = DEFAULT_SHRINK
     eager: bool = False
+    sink: int = SINK
+    recent: int = RECENT
 
     def __post_init__(self) -> None:
         self.parsed()
+        self._ladder(())  # checks the windows
         if not 0 <= self.shrink <= 1:
             raise ConfigError("out of range", field="shrink", value=self.shrink, remedy="Give a number from 0 to 1")
 
@@ -90,7 +94,8 @@ class Spectral(
 
     def _ladder(self, rungs: Sequence[RungConfig]) -> KVConfig:
         """The ladder of ``rungs`` below the dense one."""
-        return KVConfig(name="plan", rungs=(DENSE16, *rungs), sink=SINK, recent=RECENT, eager=self.eager)
+        rungs = (DENSE16, *rungs)
+        return KVConfig(name="plan", rungs=rungs, sink=self.sink, recent=self.recent, eager=self.eager)
 
     def _rungs(self, floor: Sequence[Choice], layers: Sequence[LayerKV]) -> list[RungConfig]:
         """The rungs below the dense one: all channels at 8 bits, then at 4 where that leads on, then ``floor``."""

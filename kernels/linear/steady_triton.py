@@ -6,21 +6,12 @@ number of rows may decide on the tile: few rows stream the weight, many share it
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from .triton import TileTuning, launch_tiles, tile_variant
+from .triton import TileTuning, launch_tiles, tile_of, tile_variant
 
-# By the most rows that each serves; more rows take several tiles of the last one.
-STEADY_TUNINGS: dict[int, TileTuning] = {
-    8: TileTuning(block_m=8, block_n=32, block_k=256, num_warps=2, num_stages=5),
-    16: TileTuning(block_m=16, block_n=32, block_k=256, num_warps=2, num_stages=5),
-    32: TileTuning(block_m=32, block_n=32, block_k=128, num_warps=2, num_stages=5),
-    64: TileTuning(block_m=64, block_n=64, block_k=64, num_warps=4, num_stages=5),
-}
 # Float32 has no matrix instructions: one tile for any number of rows, whose sums take every register.
-FLOAT32_TUNING = TileTuning(block_m=64, block_n=32, block_k=32, num_warps=8, num_stages=2)
+FLOAT32_TILE = TileTuning(block_m=64, block_n=32, block_k=32, num_warps=8, num_stages=2)
 
 
 def linear_steady(
@@ -31,18 +22,11 @@ def linear_steady(
     x, out = x.contiguous(), x.new_empty(num_rows, num_out // 2 if gated else num_out)
     assert weight.is_contiguous() and weight.shape[1] == size
     if num_rows:
-        constexprs, num_warps = steady_variant(num_rows, num_out, size, x.dtype.itemsize, gated=gated, tuning=tuning)
-        launch_tiles(x, weight, bias, out, constexprs, num_warps)
+        tuning = tuning or steady_tile(num_rows, num_out, x.dtype.itemsize)
+        launch_tiles(x, weight, bias, out, *tile_variant(num_out, size, tuning, gated=gated))
     return out
 
 
-def steady_variant(
-    num_rows: int, num_out: int, size: int, itemsize: int, *, gated: bool = False, tuning: TileTuning | None = None
-) -> tuple[dict[str, Any], int]:
-    """Compile-time arguments and warps for rows and a weight [num_out, size] of elements of ``itemsize`` bytes."""
-    if tuning is None:
-        last = max(STEADY_TUNINGS)
-        most = min((most for most in STEADY_TUNINGS if num_rows <= most), default=last)
-        tuning = FLOAT32_TUNING if itemsize == 4 else STEADY_TUNINGS[most]
-    constexprs, num_warps = tile_variant(num_out, tuning)
-    return {"K": size, "GATED": gated, **constexprs}, num_warps
+def steady_tile(num_rows: int, num_out: int, itemsize: int) -> TileTuning:
+    """The tile for rows of ``x`` and of the weight, whose elements take ``itemsize`` bytes."""
+    return FLOAT32_TILE if itemsize == 4 else tile_of(num_rows, num_out)

@@ -40,12 +40,19 @@ class TileTuning(NamedTuple):
     num_stages: int
 
 
-# By the most rows that each serves; beyond the last entry torch's products are as fast.
-TUNINGS: dict[int, SumTuning | TileTuning] = {
-    1: SumTuning(columns=1024, loads=16),
-    8: TileTuning(block_m=8, block_n=32, block_k=256, num_warps=2, num_stages=5),
+SUMS = SumTuning(columns=1024, loads=16)  # of a lone row
+# By the most rows that each serves; more take several tiles of the last one.
+TILES: dict[int, TileTuning] = {
+    8: TileTuning(block_m=8, block_n=16, block_k=256, num_warps=1, num_stages=4),
+    16: TileTuning(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=5),
+    32: TileTuning(block_m=32, block_n=64, block_k=128, num_warps=4, num_stages=5),
+    64: TileTuning(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=4),
+    128: TileTuning(block_m=128, block_n=64, block_k=64, num_warps=4, num_stages=5),
 }
-MAX_ROWS = max(TUNINGS)
+# The same of weights with few rows, where they differ: two programs that read the same rows hide more of their way.
+NARROW_TILES: dict[int, TileTuning] = {64: TILES[32], 128: TileTuning(64, 64, 64, 4, 6)}
+NARROW = 4096
+MAX_ROWS = 8  # beyond them torch's products are as fast
 
 
 @triton.jit
@@ -155,12 +162,17 @@ def few_rows_variant(
 ) -> tuple[Any, dict[str, Any], int]:
     """Kernel, compile-time arguments and warps for ``num_rows`` of ``size`` and a weight [num_out, size]."""
     if tuning is None:
-        tuning = next(tuning for most, tuning in TUNINGS.items() if num_rows <= most)
-    if isinstance(tuning, SumTuning):
-        kernel, constexprs, num_warps = linear_sum_kernel, *_sum_variant(size, tuning)
-    else:
-        kernel, constexprs, num_warps = linear_tile_kernel, *tile_variant(num_out, tuning)
-    return kernel, {"K": size, "GATED": gated, **constexprs}, num_warps
+        tuning = SUMS if num_rows == 1 else tile_of(num_rows, num_out)
+    if isinstance(tuning, TileTuning):
+        return linear_tile_kernel, *tile_variant(num_out, size, tuning, gated=gated)
+    constexprs, num_warps = _sum_variant(size, tuning)
+    return linear_sum_kernel, {"K": size, "GATED": gated, **constexprs}, num_warps
+
+
+def tile_of(num_rows: int, num_out: int) -> TileTuning:
+    """The fastest tile for rows of ``x`` and of the weight."""
+    most = min((most for most in TILES if num_rows <= most), default=max(TILES))
+    return NARROW_TILES.get(most, TILES[most]) if num_out <= NARROW else TILES[most]
 
 
 def _sum_variant(size: int, tuning: SumTuning) -> tuple[dict[str, Any], int]:
@@ -171,7 +183,8 @@ def _sum_variant(size: int, tuning: SumTuning) -> tuple[dict[str, Any], int]:
     return {"BLOCK_N": block_n, "BLOCK_K": block_k}, num_warps
 
 
-def tile_variant(num_out: int, tuning: TileTuning) -> tuple[dict[str, Any], int]:
-    """Compile-time arguments of ``linear_tile_kernel`` but K and GATED, and warps."""
-    constexprs = {"BLOCK_M": tuning.block_m, "BLOCK_N": tuning.block_n, "BLOCK_K": tuning.block_k, "STAGES": tuning.num_stages}
-    return constexprs | {"FULL": num_out % tuning.block_n == 0}, tuning.num_warps
+def tile_variant(num_out: int, size: int, tuning: TileTuning, *, gated: bool) -> tuple[dict[str, Any], int]:
+    """Compile-time arguments and warps of ``linear_tile_kernel`` for a weight [num_out, size]."""
+    block_m, block_n, block_k, num_warps, num_stages = tuning
+    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "STAGES": num_stages}
+    return {"K": size, "GATED": gated, "FULL": num_out % block_n == 0, **blocks}, num_warps

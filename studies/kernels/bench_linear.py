@@ -28,7 +28,7 @@ from qkv_engine.kernels.fusion import FUSED
 from qkv_engine.kernels.linear import linear, linear_swiglu, reference
 from qkv_engine.kernels.linear.triton import (
     MAX_ROWS,
-    TUNINGS,
+    TILES,
     SumTuning,
     TileTuning,
     few_rows_variant,
@@ -81,7 +81,7 @@ def tunings(num_rows: int) -> list[Tuning]:
     shapes = ((16, 256, 1, 4), (16, 512, 1, 4), (32, 256, 2, 5), (32, 256, 2, 3), (64, 128, 4, 5), (64, 256, 4, 4))
     if num_rows > 8:
         shapes = ((16, 256, 2, 5), (32, 128, 4, 6), (32, 256, 4, 4), (64, 128, 4, 4), (64, 64, 4, 6), (128, 64, 4, 4))
-    block_m = next(size for size in (8, 16, 32, 64, 128) if size >= min(num_rows, 128))
+    block_m = next(size for size in TILES if size >= min(num_rows, max(TILES)))
     tiles = [TileTuning(block_m, *shape) for shape in shapes]
     return [*(sums if num_rows == 1 else ()), *tiles]
 
@@ -121,7 +121,7 @@ class Wanted(NamedTuple):
 
 def checked() -> Iterator[Wanted]:
     """Kernels that ``check`` runs."""
-    for (size, num_out, dtype), num_rows, gated in itertools.product(CHECKS, TUNINGS, (False, True)):
+    for (size, num_out, dtype), num_rows, gated in itertools.product(CHECKS, (1, MAX_ROWS), (False, True)):
         yield Wanted(num_rows, num_out, size, gated, None, dtype, dtype)
 
 
@@ -225,7 +225,7 @@ def main() -> None:
                 )
                 rows.append(row)
         for n in row_numbers:
-            print(f"\n{n} rows, all products of {args.shape}; paste the fastest of ours into TUNINGS")
+            print(f"\n{n} rows, all products of {args.shape}; paste the fastest of ours into TILES")
             for us, launch in best(rows, n, config.num_layers):
                 print(f"{us:9.1f} us  {n}: {launch},")
             for name, product, gated in layer_products():

@@ -35,7 +35,7 @@ from qkv_engine.kernels.fusion import FUSED, UNFUSED
 from qkv_engine.kernels.linear import integer
 from qkv_engine.kernels.linear.codes import Float8Weight, IntegerWeight
 from qkv_engine.kernels.linear.packed import pack
-from qkv_engine.kernels.linear.triton import TUNINGS, few_rows_variant
+from qkv_engine.kernels.linear.triton import TILES, few_rows_variant
 from qkv_engine.kernels.moe import SoftmaxOver, SwiGLU
 from qkv_engine.kernels.moe import triton as moe
 from qkv_engine.kernels.moe.route_kernel import route_kernel, sort_kernel
@@ -182,10 +182,10 @@ def basis_kernels(*head_dims: int, overlap: bool = True) -> Iterator[tuple[str, 
 
 
 def linear_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
-    """Products of few rows, for the shapes of Qwen3 8B."""
-    for num_rows in TUNINGS:
-        for size, gated in ((4096, True), (12288, False)):
-            kernel, constexprs, num_warps = few_rows_variant(num_rows, 4096, size, gated=gated)
+    """Products of 16-bit weights, for the shapes of Qwen3 8B."""
+    for num_rows in (1, *TILES):
+        for num_out, size, gated in ((24576, 4096, True), (4096, 12288, False)):
+            kernel, constexprs, num_warps = few_rows_variant(num_rows, num_out, size, gated=gated)
             constexprs |= {"OVERLAP": True, "bias_ptr": None}
             name = kernel.__name__.replace("_kernel", f" {num_rows} x {size}") + gated * " gated"
             yield name, kernel, constexprs, Tuning(num_warps, constexprs.get("STAGES", 1))

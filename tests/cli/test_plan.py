@@ -118,7 +118,7 @@ def test_a_shape_has_random_weights_and_texts(capsys: pytest.CaptureFixture[str]
         (["--method", "pm-kvq", "--least-bits", "4", "--most-bits", "2"], "--most-bits=2"),
         (["--method", "pm-kvq", "--sink", "3"], "--sink=3"),
         ([*KVMIX, "--recent", "-1"], "--recent=-1"),
-        (["--sink", "1"], "--sink=1: no option of --method mixed"),
+        (["--sink", "3"], "--sink=3"),
         (["--budget", "3"], "--budget='3': neither bits nor a size"),
         (["--context", "0"], "--context=0"),
         (["--context", "250"], "--context=250: no block leaves the window"),
@@ -278,10 +278,11 @@ def test_the_windows_of_a_plan_are_options(capsys: pytest.CaptureFixture[str]) -
     for method in (
         ["kvmix", "--recent", "128"],
         ["pm-kvq", "--budget", "7bits", "--least-bits", "4", "--most-bits", "8"],
+        ["mixed", "--budget", "4bits", "--recent", "0"],
     ):
         assert main([*words, *method]) == 0
         found.append(read_plan("other.json").config("plan"))
-    assert [(kv.sink, kv.recent, kv.eager) for kv in found] == [(32, 128, True), (32, 128, False)]
+    assert [(kv.sink, kv.recent, kv.eager) for kv in found] == [(32, 128, True), (32, 128, False), (32, 0, False)]
     floors = {bits for side in (found[1].rungs[-1].k, found[1].rungs[-1].v) for bits in side}
     assert floors == {"int8-token-128", "int4-token-128"}
 

@@ -73,7 +73,7 @@ def test_another_budget_takes_the_bases_along(words: list[str], capsys: pytest.C
         (["--shrink", "nan"], "--shrink"),
         (["--rungs", "4"], "--rungs=4: no option of --method spectral"),
         (["--least-bits", "2"], "--least-bits=2: no option of --method spectral"),
-        (["--sink", "1"], "--sink=1: no option of --method spectral"),
+        (["--recent", "-1"], "--recent=-1"),
         (["--key-scale"], "--key-scale=True: no option of --method spectral"),
         (["--method", "mixed", "--shrink", "0.3"], "--shrink=0.3: no option of --method mixed. Use --method spectral"),
         (["--context", "250"], "--context=250: no block leaves the window"),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from qkv_engine.kernels.linear import reference
 from qkv_engine.kernels.linear.steady_triton import linear_steady
-from qkv_engine.kernels.linear.triton import MAX_ROWS, SumTuning, TileTuning, linear_few_rows
+from qkv_engine.kernels.linear.triton import MAX_ROWS, TILES, SumTuning, TileTuning, linear_few_rows
 from qkv_engine.kernels.swiglu.triton import swiglu_triton
 
 from .fused_cases import DTYPES, fenced
@@ -67,9 +68,16 @@ def steady(num_rows: int, size: int, num_out: int, dtype: torch.dtype, bias: boo
 def steady_alone(dtype: torch.dtype) -> float:
     """A row has the same bits whatever rows are beside it, and however many tiles they take."""
     weight, x = torch.randn(37, 200).to(dtype), torch.randn(131, 200).to(dtype)
-    together = linear_steady(x, weight)
+    product = partial(linear_steady, weight=weight, tuning=TILES[16])  # the interpreter sums as the size of a tile asks
+    together = product(x)
     pairs = ((first, n) for n in (1, 3, 64, 65) for first in (0, 1, 131 - n))
-    return float(any(not torch.equal(linear_steady(x[i : i + n], weight), together[i : i + n]) for i, n in pairs))
+    return float(any(not torch.equal(product(x[i : i + n]), together[i : i + n]) for i, n in pairs))
+
+
+def steady_gated(num_rows: int) -> float:
+    """The bits of the product, then SwiGLU."""
+    weight, x = torch.randn(74, 80).bfloat16(), torch.randn(num_rows, 80).bfloat16()
+    return float(not torch.equal(linear_steady(x, weight, gated=True), swiglu_triton(linear_steady(x, weight))))
 
 
 def cases() -> dict[str, Callable[[], float]]:
@@ -85,9 +93,11 @@ def cases() -> dict[str, Callable[[], float]]:
         found[f"gated {num_rows}"] = lambda m=num_rows: gated(m, 37)
     for name, dtype in DTYPES.items():
         found[f"alone steady {name}"] = lambda d=dtype: steady_alone(d)
-        for num_rows, size, num_out, bias in ((1, 80, 37, True), (65, 63, 9, False), (3, 128, 64, True)):
+        for num_rows, size, num_out, bias in ((1, 80, 37, True), (65, 63, 9, False), (30, 128, 64, True)):
             key = f"steady {name} {num_rows} x {size} x {num_out} bias {bias}"
             found[key] = lambda m=num_rows, i=size, o=num_out, d=dtype, b=bias: steady(m, i, o, d, b)
+    for num_rows in (9, 129):
+        found[f"gated steady {num_rows}"] = lambda m=num_rows: steady_gated(m)
     for tuning in TUNINGS:
         num_rows = 4 if tuning == "tiles" else 1
         found[tuning] = lambda m=num_rows, t=tuning: product(m, 1416, 35, torch.bfloat16, True, t)
