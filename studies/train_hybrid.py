@@ -12,6 +12,7 @@ import random
 import shutil
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from qkv_engine.bench import tasks
 from qkv_engine.kernels.delta_net.cpu import delta_rule
@@ -225,6 +227,18 @@ def rows(
         yield torch.stack(batch)
 
 
+class Rows(IterableDataset[Tensor]):
+    """``rows`` for a worker of a loader, which has texts of its own."""
+
+    def __init__(self, tokenizer: Tokenizer, args: argparse.Namespace):
+        self.make = partial(rows, tokenizer, number=args.rows, **sizes(args))
+        self.seed = args.seed
+
+    def __iter__(self) -> Iterator[Tensor]:
+        worker = get_worker_info()
+        return self.make(seed=1000 * self.seed + (worker.id if worker else 0))
+
+
 def loss_and_right(model: Model, batch: Tensor) -> tuple[Tensor, Tensor]:
     """Mean cross-entropy over the model's own tokens, and the share of them that is predicted."""
     ids, own = batch.to(DEVICE).unbind(1)
@@ -239,7 +253,9 @@ def loss_and_right(model: Model, batch: Tensor) -> tuple[Tensor, Tensor]:
 def train(model: Model, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
     """Steps until ``args.seconds`` have passed, the learning rate falls along a cosine; saved now and then."""
     optimizer, start, saved = make_optimizer(model, args.lr), time.monotonic(), 0.0
-    for step, batch in enumerate(rows(tokenizer, seed=args.seed, number=args.rows, **sizes(args))):
+    context = "spawn" if args.workers else None  # tokenizers have threads, which a fork would not take along
+    loader = DataLoader(Rows(tokenizer, args), batch_size=None, num_workers=args.workers, multiprocessing_context=context)
+    for step, batch in enumerate(loader):
         elapsed = time.monotonic() - start
         if elapsed > args.seconds:
             break
@@ -275,6 +291,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--warmup", type=int, default=50, help="steps of rising learning rate")
     parser.add_argument("--threads", type=int, default=1, help="threads on a CPU")
+    parser.add_argument("--workers", type=int, default=0, help="processes that write texts")
     parser.add_argument("--seed", type=int, default=1, help="seed of weights and data")
     return parser.parse_args()
 
@@ -291,7 +308,7 @@ def main() -> None:
     train(model, tokenizer, args)
     export(model, tokenizer, args.out, CONFIG)
     with torch.no_grad():
-        held_out = rows(tokenizer, seed=args.seed + 1, number=64, **sizes(args))
+        held_out = rows(tokenizer, seed=args.seed, number=64, **sizes(args))
         loss, right = loss_and_right(model, next(held_out))
     print(f"held out: loss {loss.item():.4f}, own tokens right {right.item():.4f}", flush=True)
 
