@@ -254,7 +254,9 @@ def train(model: Model, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
     """Steps until ``args.seconds`` have passed, the learning rate falls along a cosine; saved now and then."""
     optimizer, start, saved = make_optimizer(model, args.lr), time.monotonic(), 0.0
     context = "spawn" if args.workers else None  # tokenizers have threads, which a fork would not take along
-    loader = DataLoader(Rows(tokenizer, args), batch_size=None, num_workers=args.workers, multiprocessing_context=context)
+    loader = DataLoader(
+        Rows(tokenizer, args), batch_size=None, num_workers=args.workers, multiprocessing_context=context
+    )
     for step, batch in enumerate(loader):
         elapsed = time.monotonic() - start
         if elapsed > args.seconds:

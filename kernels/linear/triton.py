@@ -43,7 +43,7 @@ class TileTuning(NamedTuple):
 SUMS = SumTuning(columns=1024, loads=16)  # of a lone row
 # By the most rows that each serves; more take several tiles of the last one.
 TILES: dict[int, TileTuning] = {
-    8: TileTuning(block_m=8, block_n=16, block_k=256, num_warps=1, num_stages=4),
+    8: TileTuning(block_m=8, block_n=16, block_k=256, num_warps=1, num_stages=6),
     16: TileTuning(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=5),
     32: TileTuning(block_m=32, block_n=64, block_k=128, num_warps=4, num_stages=5),
     64: TileTuning(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=4),
@@ -52,7 +52,7 @@ TILES: dict[int, TileTuning] = {
 # The same of weights with few rows, where they differ: two programs that read the same rows hide more of their way.
 NARROW_TILES: dict[int, TileTuning] = {64: TILES[32], 128: TileTuning(64, 64, 64, 4, 6)}
 NARROW = 4096
-MAX_ROWS = 8  # beyond them torch's products are as fast
+MAX_ROWS = 32  # beyond them torch's products are as fast
 
 
 @triton.jit
