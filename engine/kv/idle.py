@@ -37,14 +37,14 @@ class Entry:
 
 
 class Exit(NamedTuple):
-    """What can be given up: an ``entry`` as a whole, or its block in the group with a ``window`` of that index.
+    """What can be given up: an ``entry`` as a whole, or its block in the group of the index ``part`` alone.
 
     ``order``: the rank of its hints, and whether cached blocks follow, which would be lost. ``since``: as of its block.
     ``is_over``: its tenant is over his share.
     """
 
     entry: Entry
-    window: int | None
+    part: int | None
     order: tuple[int, bool]
     since: int
     is_over: bool
@@ -89,17 +89,16 @@ class IdleBlocks:
         return self._kinds.copy()
 
     def count(self, entry: Entry) -> None:
-        """Counts anew what can be given up of ``entry``, whose blocks changed."""
+        """Counts anew what can be given up of ``entry``, whose blocks changed, and files what can go alone now."""
         self.uncount(entry)
-        found = [
-            (block.group, block.rung)
-            for block in entry.blocks
-            if block is not None and block.refs == 1 and self._can_go(entry, block.group)
-        ]
+        found = [(block.group, block.rung) for block in entry.blocks if block is not None and block.refs == 1]
         if found:
             self._counted[entry.key] = found
             self._kinds.update(found)
             self._shares.add(entry.tenant, self._nbytes_of(found))
+        if len(self._full) > 1 and not self._is_whole(entry):
+            for index in self._full:
+                self.file_exit(entry, index)
 
     def uncount(self, entry: Entry) -> None:
         """Counts out what could be given up of ``entry``."""
@@ -159,10 +158,11 @@ class IdleBlocks:
         while exits:
             rank, is_inner, since, index, key = exits[0]
             entry = self._entries.get(key)
-            if entry is not None and entry.since[index] == since and self._can_go(entry, index):
+            if entry is not None and entry.since[index] == since and self._is_filed(entry, index):
                 order = self._order(entry, index)
                 if order == (rank, is_inner):
-                    return Exit(entry, None if index in self._full else index, order, since, self._is_over(entry))
+                    is_whole = index in self._full and self._is_whole(entry)
+                    return Exit(entry, None if is_whole else index, order, since, self._is_over(entry))
                 if order > (rank, is_inner):
                     heappush(exits, (*order, since, index, key))
             heappop(exits)
@@ -177,9 +177,9 @@ class IdleBlocks:
         entry = self._cached.get(block)
         if entry is None:
             return
-        self.count(entry)
         self._hints.used(entry.key)
         since = entry.since[block.group] = next(self.serials)
+        self.count(entry)
         self._file_step(block, since)
         self.file_settled([block])
         self.file_exit(entry, block.group)
@@ -188,8 +188,7 @@ class IdleBlocks:
         """Files what can be given up with the idle block of ``entry`` in a group, if anything can."""
         if not self._can_go(entry, index):
             return
-        if index in self._full:
-            index = self._full[0]
+        index = self._place(entry, index)
         exits = self._exits.setdefault(self._heap_of(entry), [])
         heappush(exits, (*self._order(entry, index), entry.since[index], index, entry.key))
         if len(exits) > self._most_items:
@@ -261,7 +260,7 @@ class IdleBlocks:
 
     def _is_current(self, since: int, index: int, key: bytes) -> bool:
         entry = self._entries.get(key)
-        return entry is not None and entry.since[index] == since and self._can_go(entry, index)
+        return entry is not None and entry.since[index] == since and self._is_filed(entry, index)
 
     def _order(self, entry: Entry, index: int) -> tuple[int, bool]:
         """What comes before age when room is made. A piece that is done is no sooner given up than what follows it."""
@@ -273,6 +272,20 @@ class IdleBlocks:
         return index in self._full and entry.key in self._children
 
     def _can_go(self, entry: Entry, index: int) -> bool:
-        """Whether no request holds the block of a group; where groups see all tokens, the blocks of all of these."""
-        groups: Iterable[int] = self._full if index in self._full else (index,)
-        return all((block := entry.blocks[group]) is not None and block.refs == 1 for group in groups)
+        """Whether the block of a group can be given up: no request holds it."""
+        block = entry.blocks[index]
+        return block is not None and block.refs == 1
+
+    def _is_whole(self, entry: Entry) -> bool:
+        """Whether an entry goes as a whole: no request holds a block of it in a group that sees all tokens."""
+        return all((block := entry.blocks[index]) is None or block.refs == 1 for index in self._full)
+
+    def _place(self, entry: Entry, index: int) -> int:
+        """The group by whose block's age the block of a group goes: its own, or the first of those that go together."""
+        if index not in self._full or not self._is_whole(entry):
+            return index
+        return next(group for group in self._full if entry.blocks[group] is not None)
+
+    def _is_filed(self, entry: Entry, index: int) -> bool:
+        """Whether what can be given up is filed under that group now."""
+        return self._can_go(entry, index) and self._place(entry, index) == index

@@ -256,7 +256,7 @@ class PrefixCache:
 
     def evict(self) -> bool:
         """Gives up what was used least recently and no request holds: a checkpoint, a block in a window, or all blocks
-        of the same tokens.
+        of the same tokens; one whose neighbour in another group is in use goes alone.
 
         Of the latter preferably those that no cached block follows.
         """
@@ -265,13 +265,13 @@ class PrefixCache:
             self.checkpoints.remove(checkpoint)
             return True
         if found is not None:
-            entry, window = found.entry, found.window
+            entry, part = found.entry, found.part
             if self.host is not None:
-                self.host.move_out(entry, entry.blocks if window is None else [entry.blocks[window]])
-            if window is None:
+                self.host.move_out(entry, entry.blocks if part is None else [entry.blocks[part]])
+            if part is None:
                 self._remove(entry)
             else:
-                self._remove_part(entry, window)
+                self._remove_part(entry, part)
         return found is not None
 
     def _precedes(self, checkpoint: StateCheckpoint, found: Exit) -> bool:
@@ -320,15 +320,15 @@ class PrefixCache:
         self._children[entry.parent] -= 1
         if not self._children[entry.parent]:
             del self._children[entry.parent]
-            if self._full and entry.parent in self._entries:
-                self.idle.file_exit(self._entries[entry.parent], self._full[0])
+            for index in self._full if entry.parent in self._entries else ():
+                self.idle.file_exit(self._entries[entry.parent], index)
         for block in entry.blocks:
             if block is not None:
                 del self._of_block[block]
                 self._tables.store.drop(block)
 
     def _remove_part(self, entry: Entry, index: int) -> None:
-        """Gives up the block of a group with a window, and the entry if it was the last one."""
+        """Gives up the block of one group alone, and the entry if it was the last one."""
         block = entry.blocks[index]
         assert block is not None
         del self._of_block[block]

@@ -18,8 +18,8 @@ CHECKPOINT = -1  # in place of a group
 class Part(NamedTuple):
     """Cached blocks that go together; sorts in the order of being given up.
 
-    A block of a group with a window, or all of an entry, which go with its blocks of groups that see all tokens, or
-    a checkpoint.
+    A block of a group with a window, or all of an entry, which go with its blocks of groups that see all tokens, or one
+    of these while another is in use, or a checkpoint.
     """
 
     is_within: bool  # whether its tenant is within his share, or it is a checkpoint
@@ -64,9 +64,10 @@ class Cached:
         for entry in entries.values():
             idle = [block is not None and block.refs == 1 for block in entry.blocks]
             is_within = entry.tenant not in over
-            if full and all(idle[index] for index in full):
-                order = self._order(entry.key, entry.key in inner)
-                yield Part(is_within, *order, entry.since[full[0]], True, 0, entry.key)
+            own = [index for index in full if entry.blocks[index] is not None]
+            is_whole, order = all(idle[index] for index in own), self._order(entry.key, entry.key in inner)
+            for index in own[:1] if is_whole else [index for index in own if idle[index]]:
+                yield Part(is_within, *order, entry.since[index], is_whole, 0 if is_whole else index, entry.key)
             for index, group in enumerate(groups):
                 if group.visible is not None and idle[index]:
                     yield Part(is_within, *self._order(entry.key, False), entry.since[index], False, index, entry.key)
@@ -78,13 +79,11 @@ class Cached:
 
     def shares(self) -> Counter[str]:
         """Bytes of blocks that can be given up, by the tenant that they count for."""
-        entries, full = {} if self._prefix is None else self._prefix._entries, self._full()
+        entries = {} if self._prefix is None else self._prefix._entries
         found = Counter[str]()
         for entry in entries.values():
-            idle = [index for index, block in enumerate(entry.blocks) if block is not None and block.refs == 1]
-            for index in idle:
-                if index not in full or all(each in idle for each in full):
-                    found[entry.tenant] += entry.blocks[index].slot.nbytes
+            idle = [block for block in entry.blocks if block is not None and block.refs == 1]
+            found[entry.tenant] += sum(block.slot.nbytes for block in idle)
         return found
 
     def over(self) -> set[str]:

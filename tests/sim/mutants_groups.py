@@ -288,7 +288,7 @@ GROUP_BUGS = (
         "a block in a window goes with all of its tokens",
         "idle",
         "IdleBlocks._next_exit_of",
-        "None if index in self._full else index",
+        "None if is_whole else index",
         "None",
     ),
     _bug(
@@ -296,8 +296,8 @@ GROUP_BUGS = (
         "blocks in windows in use are given up",
         "idle",
         "IdleBlocks._can_go",
-        "self._full if index in self._full else (index,)",
-        "self._full",
+        "block is not None and block.refs == 1",
+        "block is not None",
     ),
     _bug(
         8016,

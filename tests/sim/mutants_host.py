@@ -73,7 +73,7 @@ HOST_BUGS = (
         "prefix",
         "PrefixCache.evict",
         "if self.host is not None:\n"
-        "    self.host.move_out(entry, entry.blocks if window is None else [entry.blocks[window]])",
+        "    self.host.move_out(entry, entry.blocks if part is None else [entry.blocks[part]])",
         "",
         case="host",
         seed=11001,

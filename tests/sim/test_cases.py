@@ -71,3 +71,8 @@ def test_a_seeded_bug_is_found(bug: Bug):
 def test_a_read_does_not_wait_for_copies_that_keep_coming():
     """While all wait for the disk, and each step copies idle blocks to the host, which gives them up again."""
     assert simulate(4_000_009, 600, CASES["doubts"].change).counts["read"]
+
+
+def test_a_cached_block_makes_room_though_its_neighbour_of_another_group_is_in_use():
+    """Else a lone request preempts itself."""
+    assert not simulate(2_000_240, 600, CASES["groups"].change).counts["preempted"]

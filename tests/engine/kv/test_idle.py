@@ -150,10 +150,25 @@ def test_groups_that_see_all_step_down_one_by_one_and_are_given_up_together():
     assert space.idle_kinds() == {(0, 1): 2, (1, 1): 1, (1, 0): 1}
     held = space.prefix._entries[next(iter(space.prefix._entries))].blocks[1]
     space.tables.store.share(held)  # as if a request held it
-    assert space.idle_kinds() == {(0, 1): 1, (1, 1): 1}  # its companion cannot go
+    assert space.idle_kinds() == {(0, 1): 2, (1, 1): 1}  # its companion can go alone
     space.tables.store.drop(held)
     assert space.idle_kinds() == {(0, 1): 2, (1, 1): 1, (1, 0): 1}
     assert space.evict() and space.tables.arena.used_nbytes == 8 + 16
+
+
+def test_a_block_goes_alone_while_its_neighbour_in_another_group_is_in_use():
+    space = make_space(40, make_spec(RUNGS[:1], more_groups=(make_group_spec(RUNGS[:1]),)), prefix=True)
+    space.release(begun(space, "a", ids(1, 2), floor=0))
+    first, last = space.prefix._entries.values()
+    held = first.blocks[0]
+    space.tables.store.share(held)  # as if a request held it
+    assert space.evict() and last.key not in space.prefix._entries and space.tables.arena.used_nbytes == 2 * 16
+    assert space.evict() and first.blocks == [held, None] and space.tables.arena.used_nbytes == 16
+    assert not space.evict() and not space.idle_kinds()
+    space.tables.store.drop(held)
+    assert space.idle_kinds() == {(0, 0): 1}
+    assert space.evict() and not len(space.prefix) and not space.tables.arena.used_nbytes
+    space.tables.check_integrity()
 
 
 def num_lines(call: Callable[[], object]) -> int:
