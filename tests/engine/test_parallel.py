@@ -17,6 +17,8 @@ from qkv_engine.parallel import process, worker_group
 from qkv_engine.parallel.watch import Patience, StallClock
 from qkv_engine.serving import loop
 
+from ..small_demo import small_demo
+
 PROMPTS = [[number * seed % 200 + 10 for number in range(seed * 60)] for seed in (1, 3, 5)]
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True),
@@ -26,7 +28,7 @@ PARAMS = [
 
 
 def engine(ranks: int, **options: Any) -> Engine:
-    return Engine(tensor_parallel=ranks, num_threads=1, **{"kv": "fp32", "max_model_len": 1024} | options)
+    return Engine(small_demo(), tensor_parallel=ranks, num_threads=1, **{"kv": "fp32", "max_model_len": 1024} | options)
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +64,8 @@ def test_tokens_are_those_of_one_process(two: Engine):
 
 def test_blocks_step_down_on_every_rank():
     with (
-        engine(2, kv="auto", kv_memory="2MiB", max_model_len=768) as short,
-        engine(1, kv="auto", kv_memory="4MiB", max_model_len=768) as one,
+        engine(2, kv="auto", kv_memory="512KiB", max_model_len=768) as short,
+        engine(1, kv="auto", kv_memory="1MiB", max_model_len=768) as one,
     ):
         params = SamplingParams(temperature=0.0, max_tokens=40)
         question = [f"What is {a}*86?" for a in (12, 47, 9)] + ["Sort: 5 99 23 11 8 7 1 2 3 4 5 6 7 8 9 10 11 12 13 14"]

@@ -8,6 +8,8 @@ import pytest
 
 from qkv_engine import Engine, KVConfig, RequestError, RequestOutput, RungConfig, SamplingParams
 
+from ..small_demo import small_demo
+
 DENSE32 = RungConfig("dense32", "dense32", "dense32")  # 16 bits would make an ulp of a chunk's sums a visible step
 INT2 = RungConfig("int2", "int2-channel-32", "int2-token-32")
 PATTERNS = RungConfig("patterns", "int2-channel-128-patterns32", "int2-token-128-patterns32")
@@ -22,7 +24,7 @@ IDS = [RNG.randrange(300) for _ in range(PROMPT)]
 
 
 def engine_of(kv: KVConfig, **options: int) -> Engine:
-    return Engine(kv=kv, kv_memory="128MiB", max_model_len=1024, **options)
+    return Engine(small_demo(), kv=kv, kv_memory="128MiB", max_model_len=1024, **options)
 
 
 def scores(output: RequestOutput) -> list[float]:
