@@ -69,9 +69,9 @@ def test_a_bar_counts_the_requests_and_leaves_no_thread(demo_engine: Engine, cap
     assert capsys.readouterr().err == ""
 
 
-def test_a_with_block_left_early_aborts(demo_engine: Engine):
+def test_a_with_block_left_early_aborts(small_engine: Engine):
     long = SamplingParams(temperature=0.0, max_tokens=3000, ignore_eos=True)
-    with demo_engine.stream(MESSAGES, long) as stream:
+    with small_engine.stream(MESSAGES, long) as stream:
         next(stream)
     assert list(stream) == []
 
@@ -86,13 +86,13 @@ def test_params_begin_at_the_models(demo_engine: Engine):
         demo_engine.params(temperature="hot")
 
 
-def test_ids_reach_every_call(demo_engine: Engine):
-    outputs = demo_engine.generate([[5], [6]], SHORT, request_id=["a", "b"])
+def test_ids_reach_every_call(small_engine: Engine):
+    outputs = small_engine.generate([[5], [6]], SHORT, request_id=["a", "b"])
     assert [output.request_id for output in outputs] == ["a", "b"]
-    assert demo_engine.generate([5, 6], SHORT, request_id="mine")[0].request_id == "mine"
-    assert demo_engine.chat("hi", SHORT, request_id="hello").request_id == "hello"
+    assert small_engine.generate([5, 6], SHORT, request_id="mine")[0].request_id == "mine"
+    assert small_engine.chat("hi", SHORT, request_id="hello").request_id == "hello"
     with pytest.raises(RequestError, match="a live request has this id"):
-        demo_engine.generate([[5], [6]], SHORT, request_id=["c", "c"])
+        small_engine.generate([[5], [6]], SHORT, request_id=["c", "c"])
 
 
 @pytest.mark.parametrize(
@@ -113,9 +113,9 @@ def test_ids_reach_every_call(demo_engine: Engine):
         (lambda e: e.chat("hi", request_id=""), "request_id"),
     ],
 )
-def test_wrong_forms_say_what_would_work(demo_engine: Engine, call, message: str):
+def test_wrong_forms_say_what_would_work(small_engine: Engine, call, message: str):
     with pytest.raises(RequestError, match=message):
-        call(demo_engine)
+        call(small_engine)
 
 
 def test_things_print_in_a_line(demo_engine: Engine):
@@ -129,9 +129,9 @@ def test_things_print_in_a_line(demo_engine: Engine):
     assert isinstance(demo_engine.stats(), EngineStats) and KVUsage().blocks == {}
 
 
-def test_a_snapshot_says_when_it_was_taken(demo_engine: Engine):
+def test_a_snapshot_says_when_it_was_taken(small_engine: Engine):
     before = time.monotonic()
-    assert before <= demo_engine.stats().time <= time.monotonic()
+    assert before <= small_engine.stats().time <= time.monotonic()
 
 
 def test_every_public_name_is_there():
@@ -147,14 +147,14 @@ def output_text(engine: Engine, marks: ReasoningMarks | None, *stop: str, min_to
     return OutputText(engine.tokenizer.text_stream, StopFinder(stop) if stop else None, marks, min_tokens)
 
 
-def test_marks_in_any_place(demo_engine: Engine):
-    tokenizer = demo_engine.tokenizer
+def test_marks_in_any_place(small_engine: Engine):
+    tokenizer = small_engine.tokenizer
     marks = find_marks(tokenizer)
     opening, closing = marks.opening, marks.closing
     space, word, other = (tokenizer.encode(t, add_special_tokens=False) for t in ("\n", "47", "so"))
 
     def parts(ids: list[int], prompt: list[int] = ()) -> tuple[str | None, str]:  # type: ignore[assignment]
-        found = output_text(demo_engine, marks.after(prompt))
+        found = output_text(small_engine, marks.after(prompt))
         for token_id in ids:
             found.push(token_id)
         found.finish()
@@ -173,12 +173,12 @@ def test_marks_in_any_place(demo_engine: Engine):
     assert parts([opening, *space, *space, closing, *space, *word]) == (None, "47")  # nothing was thought
 
 
-def test_parts_do_not_depend_on_how_often_they_are_looked_at(demo_engine: Engine):
-    tokenizer, rng = demo_engine.tokenizer, random.Random(3)
+def test_parts_do_not_depend_on_how_often_they_are_looked_at(small_engine: Engine):
+    tokenizer, rng = small_engine.tokenizer, random.Random(3)
     marks = find_marks(tokenizer)
     for _ in range(200):
         ids = [rng.choice((marks.opening, marks.closing, *range(5, 300))) for _ in range(rng.randint(0, 20))]
-        found, raw = output_text(demo_engine, marks), output_text(demo_engine, None)
+        found, raw = output_text(small_engine, marks), output_text(small_engine, None)
         for token_id in ids:
             found.push(token_id)
             raw.push(token_id)
@@ -222,14 +222,14 @@ def test_stops_that_see_the_reasoning(demo_engine: Engine, whole: RequestOutput)
     assert by_token.reasoning == whole.reasoning
 
 
-def test_stop_strings_and_marks(demo_engine: Engine):
-    tokenizer = demo_engine.tokenizer
+def test_stop_strings_and_marks(small_engine: Engine):
+    tokenizer = small_engine.tokenizer
     marks = find_marks(tokenizer)
     opening, closing = marks.opening, marks.closing
     space, word, other = (tokenizer.encode(t, add_special_tokens=False) for t in ("\n", "47", "so"))
 
     def parts(ids: list[int], *stop: str, min_tokens: int = 0) -> tuple[str | None, str, str | None]:
-        found = output_text(demo_engine, marks, *stop, min_tokens=min_tokens)
+        found = output_text(small_engine, marks, *stop, min_tokens=min_tokens)
         for token_id in ids:
             found.push(token_id)
         found.finish()
