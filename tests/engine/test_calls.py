@@ -15,7 +15,7 @@ from qkv_engine.text.find_marks import find_marks
 from qkv_engine.text.reasoning import OutputText, ReasoningMarks
 from qkv_engine.text.stop_strings import StopFinder
 
-QUESTION = "What is 47*86?"
+QUESTION = "What is 4000+42?"
 MESSAGES = [{"role": "user", "content": QUESTION}]
 SHORT = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
@@ -29,8 +29,9 @@ def whole(demo_engine: Engine) -> RequestOutput:
 def test_a_string_is_one_user_message(demo_engine: Engine, whole: RequestOutput):
     output = whole
     assert output.text == "4042" and output.finish_reason == "stop"
-    assert output.token_ids == demo_engine.chat(MESSAGES).token_ids == demo_engine.chat(tuple(MESSAGES)).token_ids
-    assert output.reasoning is not None and "47*6" in output.reasoning and "think" not in output.reasoning
+    for messages in (MESSAGES, tuple(MESSAGES)):
+        assert demo_engine.chat(messages, SHORT).token_ids == output.token_ids[: SHORT.max_tokens]
+    assert output.reasoning is not None and "0+2+0=2" in output.reasoning and "think" not in output.reasoning
 
 
 def test_several_conversations_give_a_list(demo_engine: Engine):
@@ -38,15 +39,14 @@ def test_several_conversations_give_a_list(demo_engine: Engine):
     outputs = demo_engine.chat([MESSAGES, other], request_id=["one", "two"])
     assert [output.text for output in outputs] == ["4042", demo_engine.chat(other).text]
     assert [output.request_id for output in outputs] == ["one", "two"]
-    assert len(demo_engine.chat([MESSAGES])) == 1
+    assert len(demo_engine.chat([MESSAGES], SHORT)) == 1
 
 
 def test_raw_text_on_request(demo_engine: Engine):
-    params = demo_engine.params(separate_reasoning=False)
-    output = demo_engine.chat(MESSAGES, params)
-    assert output.reasoning is None and output.text.endswith("\n\n4042") and "47*6" in output.text
-    tagged = demo_engine.chat(MESSAGES, demo_engine.params(separate_reasoning=False, skip_special_tokens=False)).text
-    assert tagged.startswith("<think>") and "</think>" in tagged
+    params = [demo_engine.params(separate_reasoning=False, skip_special_tokens=skip) for skip in (True, False)]
+    output, tagged = demo_engine.chat([MESSAGES] * 2, params)
+    assert output.reasoning is None and output.text.endswith("\n\n4042") and "0+2+0=2" in output.text
+    assert tagged.text.startswith("<think>") and "</think>" in tagged.text
     completion = demo_engine.generate(output.prompt_token_ids)[0]
     assert completion.reasoning is None and completion.text == output.text
 
@@ -59,13 +59,13 @@ def test_a_stream_adds_up_in_both_parts(demo_engine: Engine, whole: RequestOutpu
     assert "".join(output.delta for output in outputs) == whole.text == "4042"
 
 
-def test_a_bar_counts_the_requests_and_leaves_no_thread(demo_engine: Engine, capsys: pytest.CaptureFixture[str]):
+def test_a_bar_counts_the_requests_and_leaves_no_thread(small_engine: Engine, capsys: pytest.CaptureFixture[str]):
     before = threading.enumerate()
-    outputs = demo_engine.chat([MESSAGES, MESSAGES], use_tqdm=True)
-    assert [output.text for output in outputs] == ["4042", "4042"]
+    outputs = small_engine.chat([MESSAGES, MESSAGES], SHORT, use_tqdm=True)
+    assert [len(output.token_ids) for output in outputs] == [4, 4]
     out, err = capsys.readouterr()
     assert out == "" and "Requests: 100%" in err and "2/2" in err and threading.enumerate() == before
-    demo_engine.chat(MESSAGES)
+    small_engine.chat(MESSAGES, SHORT)
     assert capsys.readouterr().err == ""
 
 
@@ -118,8 +118,8 @@ def test_wrong_forms_say_what_would_work(small_engine: Engine, call, message: st
         call(small_engine)
 
 
-def test_things_print_in_a_line(demo_engine: Engine):
-    output = demo_engine.chat(QUESTION)
+def test_things_print_in_a_line(demo_engine: Engine, whole: RequestOutput):
+    output = whole
     assert repr(output) == f"<RequestOutput {output.request_id}: {len(output.token_ids)} tokens, stop: '4042'>"
     assert len(repr(demo_engine.chat("hi", demo_engine.params(max_tokens=500, separate_reasoning=False)))) < 200
     assert repr(demo_engine) == "<Engine demo on cpu in float32, kv='fp32'>"
@@ -189,22 +189,20 @@ def test_parts_do_not_depend_on_how_often_they_are_looked_at(small_engine: Engin
 
 
 def test_stop_strings_look_at_the_answer_alone(demo_engine: Engine, whole: RequestOutput):
-    assert "282" in whole.reasoning and whole.text == "4042"
+    assert "0=4" in whole.reasoning and whole.text == "4042"
 
-    def ended(*stop: str, **changes) -> tuple[str | None, str, str | None, object]:
-        output = demo_engine.chat(QUESTION, demo_engine.params(stop=[*stop], **changes))
-        return output.reasoning, output.text, output.outputs[0].finish_reason, output.outputs[0].stop_reason
-
-    assert ended("282", "\n\n", "Question:", "\n") == (whole.reasoning, "4042", "stop", None)
-    assert ended("282", "4") == (whole.reasoning, "", "stop", "4")
-    assert ended("42") == (whole.reasoning, "40", "stop", "42")
-    assert ended("42", include_stop_str_in_output=True) == (whole.reasoning, "4042", "stop", "42")
-    reasoning, text, reason, stop = ended("47", max_tokens=5)  # the reasoning is never closed
-    assert whole.reasoning.startswith(reasoning) and (text, reason, stop) == ("", "length", None)
+    asked = [{"stop": stop} for stop in (["0=4", "\n\n", "Question:", "\n"], ["0=4", "4"], ["42"])]
+    asked += [{"stop": ["42"], "include_stop_str_in_output": True}, {"stop": ["4"], "max_tokens": 5}]
+    outputs = demo_engine.chat([MESSAGES] * 5, [demo_engine.params(**each) for each in asked])
+    ended = [(each.reasoning, each.text, each.finish_reason, each.outputs[0].stop_reason) for each in outputs]
+    endings = [("4042", "stop", None), ("", "stop", "4"), ("40", "stop", "42"), ("4042", "stop", "42")]
+    assert ended[:4] == [(whole.reasoning, *ending) for ending in endings]
+    reasoning, *ending = ended[4]  # the reasoning is never closed
+    assert whole.reasoning.startswith(reasoning) and ending == ["", "length", None]
 
 
 def test_a_stop_string_ends_a_stream_in_its_answer(demo_engine: Engine, whole: RequestOutput):
-    params = demo_engine.params(stop=["282", "\n\n", "42"], output_kind="delta")
+    params = demo_engine.params(stop=["0=4", "\n\n", "42"], output_kind="delta")
     outputs = list(demo_engine.stream([{"role": "user", "content": QUESTION}], params))
     assert "".join(output.delta for output in outputs) == "40" and outputs[-1].outputs[0].stop_reason == "42"
     assert "".join(output.reasoning_delta for output in outputs) == whole.reasoning
@@ -212,11 +210,11 @@ def test_a_stop_string_ends_a_stream_in_its_answer(demo_engine: Engine, whole: R
 
 def test_stops_that_see_the_reasoning(demo_engine: Engine, whole: RequestOutput):
     marks = find_marks(demo_engine.tokenizer)
-    raw = demo_engine.chat(QUESTION, demo_engine.params(stop=["282"], separate_reasoning=False))
-    assert raw.outputs[0].stop_reason == "282"
-    assert raw.text.strip() == whole.reasoning.partition("282")[0].strip()
+    raw = demo_engine.chat(QUESTION, demo_engine.params(stop=["0=4"], separate_reasoning=False))
+    assert raw.outputs[0].stop_reason == "0=4"
+    assert raw.text.strip() == whole.reasoning.partition("0=4")[0].strip()
     prompt = demo_engine.tokenizer.chat_prompt([{"role": "user", "content": QUESTION}], {}, max_tokens=100)[0]
-    assert demo_engine.generate(prompt, demo_engine.params(stop=["282"]))[0].text == raw.text
+    assert demo_engine.generate(prompt, demo_engine.params(stop=["0=4"]))[0].text == raw.text
     by_token = demo_engine.chat(QUESTION, demo_engine.params(stop_token_ids=[marks.closing]))
     assert by_token.outputs[0].stop_reason == marks.closing and by_token.text == ""
     assert by_token.reasoning == whole.reasoning

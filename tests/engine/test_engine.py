@@ -19,13 +19,14 @@ from qkv_engine import (
     EngineDeadError,
     ModelError,
     RequestError,
+    RequestOutput,
     SamplingParams,
     intake,
 )
 
 from ..small_demo import small_demo
 
-QUESTION = [{"role": "user", "content": "What is 47*86?"}]
+QUESTION = [{"role": "user", "content": "What is 4000+42?"}]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 RAW = {"temperature": 0.0, "separate_reasoning": False}
 LONG = SamplingParams(temperature=0.0, max_tokens=2000, ignore_eos=True)
@@ -45,17 +46,21 @@ def prompts(number: int, seed: int = 0) -> list[list[int]]:
     return [[rng.randrange(5, 1000) for _ in range(rng.randint(1, 200))] for _ in range(number)]
 
 
-def test_the_demo_model_answers(demo_engine: Engine):
-    output = demo_engine.chat(QUESTION)
-    assert output.text.endswith("4042") and output.outputs[0].finish_reason == "stop"
-    assert output.finished and output.error is None
-    assert output.kv.blocks == {"dense32": 2} and output.kv.lowest_bits == 32
-
-
 @pytest.fixture(scope="module")
-def answer(demo_engine: Engine) -> str:
+def whole(demo_engine: Engine) -> RequestOutput:
     """The answer to the question, which takes a second."""
-    return demo_engine.chat(QUESTION).text
+    return demo_engine.chat(QUESTION)
+
+
+@pytest.fixture
+def answer(whole: RequestOutput) -> str:
+    return whole.text
+
+
+def test_the_demo_model_answers(whole: RequestOutput):
+    assert whole.text.endswith("4042") and whole.outputs[0].finish_reason == "stop"
+    assert whole.finished and whole.error is None
+    assert whole.kv.blocks == {"dense32": 1} and whole.kv.lowest_bits == 32
 
 
 def test_a_stream_adds_up_to_the_answer(demo_engine: Engine, answer: str):
@@ -126,10 +131,10 @@ def test_parameters_may_differ_by_prompt(small_engine: Engine):
 
 
 def test_stop_strings_and_stop_ids(demo_engine: Engine):
-    whole = demo_engine.chat(QUESTION, SamplingParams(**RAW)).outputs[0]
-    cut = demo_engine.chat(QUESTION, SamplingParams(**RAW, stop=["so 282", "never"])).outputs[0]
-    assert cut.finish_reason == "stop" and cut.stop_reason == "so 282"
-    assert cut.text == whole.text[: whole.text.index("so 282")]
+    params = [SamplingParams(**RAW), SamplingParams(**RAW, stop=["so 4042", "never"])]
+    whole, cut = (output.outputs[0] for output in demo_engine.chat([QUESTION] * 2, params))
+    assert cut.finish_reason == "stop" and cut.stop_reason == "so 4042"
+    assert cut.text == whole.text[: whole.text.index("so 4042")]
     stop_id = whole.token_ids[20]
     ended = demo_engine.chat(QUESTION, SamplingParams(**RAW, stop_token_ids=[stop_id])).outputs[0]
     assert ended.stop_reason == stop_id

@@ -46,7 +46,7 @@ def test_memory_short_of_16_bits_is_answered_by_stepping_down():
         assert stats.kv_bytes_used == 0 and stats.kv_bytes_peak <= stats.kv_bytes_total
 
 
-@pytest.mark.parametrize(("kv", "narrow"), [("int8", "int8"), ("kivi-4", "int4")])
+@pytest.mark.parametrize(("kv", "narrow"), [("int8", "int8"), pytest.param("kivi-4", "int4", marks=pytest.mark.slow)])
 def test_eager_ladders_settle_what_is_older_than_the_window(kv: str, narrow: str):
     with Engine(kv=kv, kv_memory=64 * 4 * BLOCK_NBYTES, prefix_caching=False) as engine:
         prompts, answers = ledgers(engine, 2, 16)

@@ -12,7 +12,7 @@ from qkv_engine import Engine, RequestError, StructuredOutputs
 from qkv_engine.sampling import guide
 from qkv_engine.sandbox import Refusal, Sandbox
 
-QUESTION = [{"role": "user", "content": "What is 47*86?"}]
+QUESTION = [{"role": "user", "content": "What is 4000+42?"}]
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -58,12 +58,11 @@ def test_a_json_object_is_one(small_engine: Engine):
 
 
 def test_reasoning_comes_before_the_form(demo_engine: Engine):
-    plain = demo_engine.chat(QUESTION)
     wanted = StructuredOutputs(regex="[A-Z]{5}")
-    formed = demo_engine.chat(QUESTION, demo_engine.params(structured_outputs=wanted))
+    options = ({}, {"structured_outputs": wanted}, {"structured_outputs": wanted, "separate_reasoning": False})
+    plain, formed, raw = demo_engine.chat([QUESTION] * 3, [demo_engine.params(**each) for each in options])
     assert formed.reasoning == plain.reasoning and re.fullmatch("[A-Z]{5}", formed.text)
-    raw = demo_engine.params(structured_outputs=wanted, separate_reasoning=False)
-    assert re.fullmatch("[A-Z]{5}", demo_engine.chat(QUESTION, raw).text)
+    assert re.fullmatch("[A-Z]{5}", raw.text)
 
 
 def test_it_holds_beside_masks_biases_and_other_requests(small_engine: Engine):
