@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import NoRepeatNGramLogitsProcessor
 
 from qkv_engine import Engine, RequestError, SamplingParams, StructuredOutputs
 from qkv_engine.device.sampler import sample_tokens
@@ -28,6 +27,8 @@ def runs(tokens: list[int], size: int) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_runs_are_those_of_transformers(size: int):
     """One index that grows with its request, beside the processor that looks at all tokens each time."""
+    from transformers import NoRepeatNGramLogitsProcessor  # a second
+
     rng = random.Random(size)
     processor = NoRepeatNGramLogitsProcessor(size)
     for _ in range(30):
