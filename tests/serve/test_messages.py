@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from qkv_engine import Engine
+from qkv_engine.loading import demo_folder
 from qkv_engine.serve.keys import Keys
 from qkv_engine.serve.limits import Limits
 
@@ -40,7 +41,7 @@ def client(server: Running) -> Iterator[anthropic.Anthropic]:
 
 @pytest.fixture(scope="module")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with calling(tmp_path_factory.mktemp("calling") / "demo") as found:
+    with calling(tmp_path_factory.mktemp("calling") / "demo", model=demo_folder()) as found:
         yield found
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from qkv_engine.loading import demo_folder
+
 from . import chromium
 from .page_steps import SENT, ask, finished, last, needs_chromium
 from .running import Running
@@ -21,7 +23,9 @@ ROLES = "[...document.querySelectorAll('article')].map((each) => each.classList[
 
 @pytest.fixture(scope="module")
 def calls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with calling(tmp_path_factory.mktemp("model") / "calls", before="{#- enable_thinking -#}") as server:
+    with calling(
+        tmp_path_factory.mktemp("model") / "calls", before="{#- enable_thinking -#}", model=demo_folder()
+    ) as server:
         yield server
 
 
