@@ -97,3 +97,14 @@ def demo_engine() -> Iterator[Engine]:
 
     with Engine(kv="fp32", kv_memory="256MiB", max_num_seqs=64) as engine:
         yield engine
+
+
+@pytest.fixture(scope="session")
+def small_engine() -> Iterator[Engine]:
+    """``demo_engine`` without right answers, at a quarter of its work."""
+    from qkv_engine import Engine
+
+    from .small_demo import small_demo
+
+    with Engine(small_demo(), kv="fp32", kv_memory="64MiB", max_num_seqs=64) as engine:
+        yield engine

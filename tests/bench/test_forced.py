@@ -12,6 +12,8 @@ from qkv_engine import Engine, KVConfig, RequestError, RungConfig, SamplingParam
 from qkv_engine.bench import forced
 from qkv_engine.bench.forced import ForcedText, compare, divergence, refer
 
+from ..small_demo import small_demo
+
 DENSE32 = RungConfig("dense32", "dense32", "dense32")
 COARSE = KVConfig(name="coarse", rungs=(DENSE32, RungConfig("int1", "int1-channel-32", "int1-token-32")), eager=True)
 VOCAB, PREFILL, LENGTH = 1024, 130, 140
@@ -22,7 +24,7 @@ TEXTS = [ForcedText(IDS, PREFILL, PREFILL), ForcedText(IDS[::-1], 1, 132), Force
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[tuple[Engine, Engine]]:
-    options = {"kv_memory": "32MiB", "max_model_len": 256, "prefix_caching": False}
+    options = {"model": small_demo(), "kv_memory": "8MiB", "max_model_len": 256, "prefix_caching": False}
     with Engine(kv="fp32", **options) as wide, Engine(kv=COARSE, **options) as narrow:
         yield wide, narrow
 

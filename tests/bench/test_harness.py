@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lm_eval.tasks
 import pytest
 
 from qkv_engine import CapacityError
@@ -26,6 +25,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _no_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     """The harness's own tasks are thousands, and take seconds to look through."""
+    import lm_eval.tasks  # seconds, which whoever only collects the tests does not need
+
     manager = lm_eval.tasks.TaskManager
     monkeypatch.setattr(
         lm_eval.tasks, "TaskManager", lambda **options: manager(**options | {"include_defaults": False})

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from lm_eval.api.instance import Instance
-from lm_eval.evaluator import simple_evaluate
-from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
 
 from qkv_engine import ConfigError, Engine, Logprob, RequestError, SamplingParams
-from qkv_engine.bench.lm_eval import EngineLM
 from qkv_engine.loading import demo_folder
 from qkv_engine.request import CompletionOutput, RequestMetrics, RequestOutput
 
 from .harness_tasks import BODIES, write_tasks
+
+if TYPE_CHECKING:  # seconds, which whoever only collects the tests does not need
+    from lm_eval.api.instance import Instance
+
+    from qkv_engine.bench.lm_eval import EngineLM
 
 
 class Recorder:
@@ -52,12 +52,23 @@ class Recorder:
     def reset_stats(self) -> None: ...
 
 
+def engine_lm(engine: Any, **options: Any) -> EngineLM:
+    from qkv_engine.bench.lm_eval import EngineLM
+
+    return EngineLM(engine, **options)
+
+
 def instances(kind: str, *args: tuple[Any, ...]) -> list[Instance]:
+    from lm_eval.api.instance import Instance
+
     return [Instance(request_type=kind, doc={}, arguments=each, idx=0) for each in args]
 
 
 def responses(lm: Any, folder: Path) -> dict[str, list[Any]]:
     """What ``lm`` answered to each question, by task."""
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     found = simple_evaluate(lm, tasks=list(BODIES), task_manager=manager, bootstrap_iters=10)
     assert found is not None
@@ -66,10 +77,12 @@ def responses(lm: Any, folder: Path) -> dict[str, list[Any]]:
 
 @pytest.mark.slow
 def test_the_same_as_the_harness_with_hugging_face(tmp_path: Path):
+    from lm_eval.models.huggingface import HFLM
+
     folder = write_tasks(tmp_path)
     expected = responses(HFLM(pretrained=str(demo_folder()), device="cpu", dtype="float32"), folder)
     with Engine(kv="fp32", kv_memory="64MiB", max_model_len=1024, prefix_caching=False) as engine:
-        found = responses(EngineLM(engine), folder)
+        found = responses(engine_lm(engine), folder)
     assert found["demo_generate"] == expected["demo_generate"]
     theirs, ours = (
         [answer for question in answers["demo_choice"] for (answer,) in question] for answers in (expected, found)
@@ -84,7 +97,7 @@ def test_the_same_as_the_harness_with_hugging_face(tmp_path: Path):
 
 def test_contexts_are_prompts_and_continuations_are_scored(demo_engine: Engine):
     engine = Recorder(demo_engine.tokenizer)
-    lm = EngineLM(engine)
+    lm = engine_lm(engine)
     (first, second) = lm.loglikelihood(instances("loglikelihood", ("Sue has", " 12"), ("", "Sue")))
     encode = lm.tok_encode
     whole = encode("Sue has 12")
@@ -97,7 +110,7 @@ def test_contexts_are_prompts_and_continuations_are_scored(demo_engine: Engine):
 
 def test_a_long_context_loses_its_beginning_and_a_long_continuation_is_refused(demo_engine: Engine):
     engine = Recorder(demo_engine.tokenizer)
-    lm = EngineLM(engine)
+    lm = engine_lm(engine)
     lm._loglikelihood_tokens([(("", ""), list(range(100)), [7, 8, 9])])
     assert engine.prompts == [[*range(40, 100), 7, 8, 9]]
     assert engine.params[0].num_prefill_tokens == 60
@@ -109,7 +122,7 @@ def test_rolling_windows_score_every_token_once(demo_engine: Engine):
     engine = Recorder(demo_engine.tokenizer)
     text = "Sue has 12. " * 40
     num_tokens = len(demo_engine.tokenizer.encode(text))
-    assert EngineLM(engine).loglikelihood_rolling(instances("loglikelihood_rolling", (text,), ("Sue",))) == [
+    assert engine_lm(engine).loglikelihood_rolling(instances("loglikelihood_rolling", (text,), ("Sue",))) == [
         -num_tokens,
         -len(demo_engine.tokenizer.encode("Sue")),
     ]
@@ -119,7 +132,7 @@ def test_rolling_windows_score_every_token_once(demo_engine: Engine):
 def test_generation_options(demo_engine: Engine):
     engine = Recorder(demo_engine.tokenizer)
     options = {"until": ["stop", ""], "max_gen_toks": 9, "do_sample": True, "temperature": 0.5, "top_p": 0.9}
-    texts = EngineLM(engine).generate_until(
+    texts = engine_lm(engine).generate_until(
         instances("generate_until", ("Sue has 12. " * 40, options), ("Sue", {"until": "two", "max_gen_toks": 9}))
     )
     assert texts == ["one ", "one stop "]
@@ -134,12 +147,12 @@ def test_generation_options(demo_engine: Engine):
 )
 def test_generation_options_that_cannot_be(options: dict[str, Any], field: str, demo_engine: Engine):
     with pytest.raises(RequestError) as caught:
-        EngineLM(Recorder(demo_engine.tokenizer)).generate_until(instances("generate_until", ("Sue", options)))
+        engine_lm(Recorder(demo_engine.tokenizer)).generate_until(instances("generate_until", ("Sue", options)))
     assert caught.value.field == field
 
 
 def test_a_request_that_fails_is_an_error(demo_engine: Engine):
-    lm = EngineLM(Recorder(demo_engine.tokenizer, error="not finite"))
+    lm = engine_lm(Recorder(demo_engine.tokenizer, error="not finite"))
     with pytest.raises(RequestError, match="not finite"):
         lm.generate_until(instances("generate_until", ("Sue", {"max_gen_toks": 5})))
     with pytest.raises(RequestError, match="not finite"):
@@ -147,7 +160,7 @@ def test_a_request_that_fails_is_an_error(demo_engine: Engine):
 
 
 def test_conversations(demo_engine: Engine):
-    lm = EngineLM(Recorder(demo_engine.tokenizer), name="a/b")
+    lm = engine_lm(Recorder(demo_engine.tokenizer), name="a/b")
     user = {"role": "user", "content": "Hello"}
     assert lm.apply_chat_template([user]).endswith("assistant\n")
     begun = lm.apply_chat_template([user, {"role": "assistant", "content": "The answer is "}], False)
@@ -158,6 +171,6 @@ def test_conversations(demo_engine: Engine):
 
 def test_a_model_without_its_tokens_is_refused():
     with pytest.raises(ConfigError, match="no tokenizer"):
-        EngineLM(Recorder(None))
+        engine_lm(Recorder(None))
     with pytest.raises(ConfigError, match="no end-of-sequence"):
-        EngineLM(Recorder(SimpleNamespace(eos_token_id=None, bos_token_id=None)))
+        engine_lm(Recorder(SimpleNamespace(eos_token_id=None, bos_token_id=None)))

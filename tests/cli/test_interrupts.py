@@ -61,10 +61,10 @@ def quick(quick_pairs: Sequence[tuple[Any, ...]], all_pairs: Iterable[tuple[Any,
 
 MODULES = ("argparse", "qkv_engine.cli.main", "numpy", "torch._C", "torch", "qkv_engine.kernels")
 WHILE_IMPORTED = [
-    *((module, signal.SIGINT) for module in ("argparse", "torch._C", "torch")),
+    *((module, signal.SIGINT) for module in ("argparse", "torch._C")),
     *((module, signal.SIGTERM) for module in ("qkv_engine.cli.main", "qkv_engine.kernels")),
 ]
-WHILE_LOADED = [(0.1, signal.SIGTERM), (0.7, signal.SIGINT)]  # with seconds after the last import
+WHILE_LOADED = [(0.7, signal.SIGINT)]  # with seconds after the last import
 
 
 @pytest.mark.parametrize(("module", "number"), quick(WHILE_IMPORTED, product(MODULES, CODES)))

@@ -24,6 +24,10 @@ from types import FrameType
 import qkv_engine
 from qkv_engine import Engine, RequestError, SamplingParams
 
+sys.path.append(str(Path(__file__).parents[2]))
+
+from tests.small_demo import small_demo
+
 SHORT = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 HOME = Path(qkv_engine.__file__).parent
@@ -115,7 +119,7 @@ def check(engine: Engine, background: Background) -> None:
 
 def attack(number: int, seed: int) -> Counter[str]:
     rng, counts = random.Random(seed), Counter[str]()
-    engine = Engine(kv="fp32", kv_memory="32MiB")
+    engine = Engine(small_demo(), kv="fp32", kv_memory="8MiB")
     background = Background(engine)
     background.start()
     names = list(CALLS)
@@ -148,7 +152,7 @@ def attack_start(number: int, seed: int) -> int:
     rng, count = random.Random(seed), 0
 
     def come_and_go() -> None:
-        Engine(kv_memory="8MiB").close()
+        Engine(small_demo(), kv_memory="8MiB").close()
 
     started = time.monotonic()
     come_and_go()

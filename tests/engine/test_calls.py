@@ -15,7 +15,7 @@ from qkv_engine.text.find_marks import find_marks
 from qkv_engine.text.reasoning import OutputText, ReasoningMarks
 from qkv_engine.text.stop_strings import StopFinder
 
-QUESTION = "What is 47*86?"
+QUESTION = "What is 4000+42?"
 MESSAGES = [{"role": "user", "content": QUESTION}]
 SHORT = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
@@ -29,8 +29,9 @@ def whole(demo_engine: Engine) -> RequestOutput:
 def test_a_string_is_one_user_message(demo_engine: Engine, whole: RequestOutput):
     output = whole
     assert output.text == "4042" and output.finish_reason == "stop"
-    assert output.token_ids == demo_engine.chat(MESSAGES).token_ids == demo_engine.chat(tuple(MESSAGES)).token_ids
-    assert output.reasoning is not None and "47*6" in output.reasoning and "think" not in output.reasoning
+    for messages in (MESSAGES, tuple(MESSAGES)):
+        assert demo_engine.chat(messages, SHORT).token_ids == output.token_ids[: SHORT.max_tokens]
+    assert output.reasoning is not None and "0+2+0=2" in output.reasoning and "think" not in output.reasoning
 
 
 def test_several_conversations_give_a_list(demo_engine: Engine):
@@ -38,15 +39,14 @@ def test_several_conversations_give_a_list(demo_engine: Engine):
     outputs = demo_engine.chat([MESSAGES, other], request_id=["one", "two"])
     assert [output.text for output in outputs] == ["4042", demo_engine.chat(other).text]
     assert [output.request_id for output in outputs] == ["one", "two"]
-    assert len(demo_engine.chat([MESSAGES])) == 1
+    assert len(demo_engine.chat([MESSAGES], SHORT)) == 1
 
 
 def test_raw_text_on_request(demo_engine: Engine):
-    params = demo_engine.params(separate_reasoning=False)
-    output = demo_engine.chat(MESSAGES, params)
-    assert output.reasoning is None and output.text.endswith("\n\n4042") and "47*6" in output.text
-    tagged = demo_engine.chat(MESSAGES, demo_engine.params(separate_reasoning=False, skip_special_tokens=False)).text
-    assert tagged.startswith("<think>") and "</think>" in tagged
+    params = [demo_engine.params(separate_reasoning=False, skip_special_tokens=skip) for skip in (True, False)]
+    output, tagged = demo_engine.chat([MESSAGES] * 2, params)
+    assert output.reasoning is None and output.text.endswith("\n\n4042") and "0+2+0=2" in output.text
+    assert tagged.text.startswith("<think>") and "</think>" in tagged.text
     completion = demo_engine.generate(output.prompt_token_ids)[0]
     assert completion.reasoning is None and completion.text == output.text
 
@@ -59,19 +59,19 @@ def test_a_stream_adds_up_in_both_parts(demo_engine: Engine, whole: RequestOutpu
     assert "".join(output.delta for output in outputs) == whole.text == "4042"
 
 
-def test_a_bar_counts_the_requests_and_leaves_no_thread(demo_engine: Engine, capsys: pytest.CaptureFixture[str]):
+def test_a_bar_counts_the_requests_and_leaves_no_thread(small_engine: Engine, capsys: pytest.CaptureFixture[str]):
     before = threading.enumerate()
-    outputs = demo_engine.chat([MESSAGES, MESSAGES], use_tqdm=True)
-    assert [output.text for output in outputs] == ["4042", "4042"]
+    outputs = small_engine.chat([MESSAGES, MESSAGES], SHORT, use_tqdm=True)
+    assert [len(output.token_ids) for output in outputs] == [4, 4]
     out, err = capsys.readouterr()
     assert out == "" and "Requests: 100%" in err and "2/2" in err and threading.enumerate() == before
-    demo_engine.chat(MESSAGES)
+    small_engine.chat(MESSAGES, SHORT)
     assert capsys.readouterr().err == ""
 
 
-def test_a_with_block_left_early_aborts(demo_engine: Engine):
+def test_a_with_block_left_early_aborts(small_engine: Engine):
     long = SamplingParams(temperature=0.0, max_tokens=3000, ignore_eos=True)
-    with demo_engine.stream(MESSAGES, long) as stream:
+    with small_engine.stream(MESSAGES, long) as stream:
         next(stream)
     assert list(stream) == []
 
@@ -86,13 +86,13 @@ def test_params_begin_at_the_models(demo_engine: Engine):
         demo_engine.params(temperature="hot")
 
 
-def test_ids_reach_every_call(demo_engine: Engine):
-    outputs = demo_engine.generate([[5], [6]], SHORT, request_id=["a", "b"])
+def test_ids_reach_every_call(small_engine: Engine):
+    outputs = small_engine.generate([[5], [6]], SHORT, request_id=["a", "b"])
     assert [output.request_id for output in outputs] == ["a", "b"]
-    assert demo_engine.generate([5, 6], SHORT, request_id="mine")[0].request_id == "mine"
-    assert demo_engine.chat("hi", SHORT, request_id="hello").request_id == "hello"
+    assert small_engine.generate([5, 6], SHORT, request_id="mine")[0].request_id == "mine"
+    assert small_engine.chat("hi", SHORT, request_id="hello").request_id == "hello"
     with pytest.raises(RequestError, match="a live request has this id"):
-        demo_engine.generate([[5], [6]], SHORT, request_id=["c", "c"])
+        small_engine.generate([[5], [6]], SHORT, request_id=["c", "c"])
 
 
 @pytest.mark.parametrize(
@@ -113,13 +113,13 @@ def test_ids_reach_every_call(demo_engine: Engine):
         (lambda e: e.chat("hi", request_id=""), "request_id"),
     ],
 )
-def test_wrong_forms_say_what_would_work(demo_engine: Engine, call, message: str):
+def test_wrong_forms_say_what_would_work(small_engine: Engine, call, message: str):
     with pytest.raises(RequestError, match=message):
-        call(demo_engine)
+        call(small_engine)
 
 
-def test_things_print_in_a_line(demo_engine: Engine):
-    output = demo_engine.chat(QUESTION)
+def test_things_print_in_a_line(demo_engine: Engine, whole: RequestOutput):
+    output = whole
     assert repr(output) == f"<RequestOutput {output.request_id}: {len(output.token_ids)} tokens, stop: '4042'>"
     assert len(repr(demo_engine.chat("hi", demo_engine.params(max_tokens=500, separate_reasoning=False)))) < 200
     assert repr(demo_engine) == "<Engine demo on cpu in float32, kv='fp32'>"
@@ -129,9 +129,9 @@ def test_things_print_in_a_line(demo_engine: Engine):
     assert isinstance(demo_engine.stats(), EngineStats) and KVUsage().blocks == {}
 
 
-def test_a_snapshot_says_when_it_was_taken(demo_engine: Engine):
+def test_a_snapshot_says_when_it_was_taken(small_engine: Engine):
     before = time.monotonic()
-    assert before <= demo_engine.stats().time <= time.monotonic()
+    assert before <= small_engine.stats().time <= time.monotonic()
 
 
 def test_every_public_name_is_there():
@@ -147,14 +147,14 @@ def output_text(engine: Engine, marks: ReasoningMarks | None, *stop: str, min_to
     return OutputText(engine.tokenizer.text_stream, StopFinder(stop) if stop else None, marks, min_tokens)
 
 
-def test_marks_in_any_place(demo_engine: Engine):
-    tokenizer = demo_engine.tokenizer
+def test_marks_in_any_place(small_engine: Engine):
+    tokenizer = small_engine.tokenizer
     marks = find_marks(tokenizer)
     opening, closing = marks.opening, marks.closing
     space, word, other = (tokenizer.encode(t, add_special_tokens=False) for t in ("\n", "47", "so"))
 
     def parts(ids: list[int], prompt: list[int] = ()) -> tuple[str | None, str]:  # type: ignore[assignment]
-        found = output_text(demo_engine, marks.after(prompt))
+        found = output_text(small_engine, marks.after(prompt))
         for token_id in ids:
             found.push(token_id)
         found.finish()
@@ -173,12 +173,12 @@ def test_marks_in_any_place(demo_engine: Engine):
     assert parts([opening, *space, *space, closing, *space, *word]) == (None, "47")  # nothing was thought
 
 
-def test_parts_do_not_depend_on_how_often_they_are_looked_at(demo_engine: Engine):
-    tokenizer, rng = demo_engine.tokenizer, random.Random(3)
+def test_parts_do_not_depend_on_how_often_they_are_looked_at(small_engine: Engine):
+    tokenizer, rng = small_engine.tokenizer, random.Random(3)
     marks = find_marks(tokenizer)
     for _ in range(200):
         ids = [rng.choice((marks.opening, marks.closing, *range(5, 300))) for _ in range(rng.randint(0, 20))]
-        found, raw = output_text(demo_engine, marks), output_text(demo_engine, None)
+        found, raw = output_text(small_engine, marks), output_text(small_engine, None)
         for token_id in ids:
             found.push(token_id)
             raw.push(token_id)
@@ -189,22 +189,20 @@ def test_parts_do_not_depend_on_how_often_they_are_looked_at(demo_engine: Engine
 
 
 def test_stop_strings_look_at_the_answer_alone(demo_engine: Engine, whole: RequestOutput):
-    assert "282" in whole.reasoning and whole.text == "4042"
+    assert "0=4" in whole.reasoning and whole.text == "4042"
 
-    def ended(*stop: str, **changes) -> tuple[str | None, str, str | None, object]:
-        output = demo_engine.chat(QUESTION, demo_engine.params(stop=[*stop], **changes))
-        return output.reasoning, output.text, output.outputs[0].finish_reason, output.outputs[0].stop_reason
-
-    assert ended("282", "\n\n", "Question:", "\n") == (whole.reasoning, "4042", "stop", None)
-    assert ended("282", "4") == (whole.reasoning, "", "stop", "4")
-    assert ended("42") == (whole.reasoning, "40", "stop", "42")
-    assert ended("42", include_stop_str_in_output=True) == (whole.reasoning, "4042", "stop", "42")
-    reasoning, text, reason, stop = ended("47", max_tokens=5)  # the reasoning is never closed
-    assert whole.reasoning.startswith(reasoning) and (text, reason, stop) == ("", "length", None)
+    asked = [{"stop": stop} for stop in (["0=4", "\n\n", "Question:", "\n"], ["0=4", "4"], ["42"])]
+    asked += [{"stop": ["42"], "include_stop_str_in_output": True}, {"stop": ["4"], "max_tokens": 5}]
+    outputs = demo_engine.chat([MESSAGES] * 5, [demo_engine.params(**each) for each in asked])
+    ended = [(each.reasoning, each.text, each.finish_reason, each.outputs[0].stop_reason) for each in outputs]
+    endings = [("4042", "stop", None), ("", "stop", "4"), ("40", "stop", "42"), ("4042", "stop", "42")]
+    assert ended[:4] == [(whole.reasoning, *ending) for ending in endings]
+    reasoning, *ending = ended[4]  # the reasoning is never closed
+    assert whole.reasoning.startswith(reasoning) and ending == ["", "length", None]
 
 
 def test_a_stop_string_ends_a_stream_in_its_answer(demo_engine: Engine, whole: RequestOutput):
-    params = demo_engine.params(stop=["282", "\n\n", "42"], output_kind="delta")
+    params = demo_engine.params(stop=["0=4", "\n\n", "42"], output_kind="delta")
     outputs = list(demo_engine.stream([{"role": "user", "content": QUESTION}], params))
     assert "".join(output.delta for output in outputs) == "40" and outputs[-1].outputs[0].stop_reason == "42"
     assert "".join(output.reasoning_delta for output in outputs) == whole.reasoning
@@ -212,24 +210,24 @@ def test_a_stop_string_ends_a_stream_in_its_answer(demo_engine: Engine, whole: R
 
 def test_stops_that_see_the_reasoning(demo_engine: Engine, whole: RequestOutput):
     marks = find_marks(demo_engine.tokenizer)
-    raw = demo_engine.chat(QUESTION, demo_engine.params(stop=["282"], separate_reasoning=False))
-    assert raw.outputs[0].stop_reason == "282"
-    assert raw.text.strip() == whole.reasoning.partition("282")[0].strip()
+    raw = demo_engine.chat(QUESTION, demo_engine.params(stop=["0=4"], separate_reasoning=False))
+    assert raw.outputs[0].stop_reason == "0=4"
+    assert raw.text.strip() == whole.reasoning.partition("0=4")[0].strip()
     prompt = demo_engine.tokenizer.chat_prompt([{"role": "user", "content": QUESTION}], {}, max_tokens=100)[0]
-    assert demo_engine.generate(prompt, demo_engine.params(stop=["282"]))[0].text == raw.text
+    assert demo_engine.generate(prompt, demo_engine.params(stop=["0=4"]))[0].text == raw.text
     by_token = demo_engine.chat(QUESTION, demo_engine.params(stop_token_ids=[marks.closing]))
     assert by_token.outputs[0].stop_reason == marks.closing and by_token.text == ""
     assert by_token.reasoning == whole.reasoning
 
 
-def test_stop_strings_and_marks(demo_engine: Engine):
-    tokenizer = demo_engine.tokenizer
+def test_stop_strings_and_marks(small_engine: Engine):
+    tokenizer = small_engine.tokenizer
     marks = find_marks(tokenizer)
     opening, closing = marks.opening, marks.closing
     space, word, other = (tokenizer.encode(t, add_special_tokens=False) for t in ("\n", "47", "so"))
 
     def parts(ids: list[int], *stop: str, min_tokens: int = 0) -> tuple[str | None, str, str | None]:
-        found = output_text(demo_engine, marks, *stop, min_tokens=min_tokens)
+        found = output_text(small_engine, marks, *stop, min_tokens=min_tokens)
         for token_id in ids:
             found.push(token_id)
         found.finish()

@@ -54,7 +54,7 @@ def as_bytes(command: StepCommand | MoveCommand) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("kv", "memory"), [("auto", "6MiB"), pytest.param("patternkv", "32MiB", marks=pytest.mark.slow)]
+    ("kv", "memory"), [("auto", "1536KiB"), pytest.param("patternkv", "8MiB", marks=pytest.mark.slow)]
 )
 def test_commands_carry_all_that_a_step_depends_on(kv: str, memory: str):
     started = begin(kv, memory)

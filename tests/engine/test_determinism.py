@@ -14,6 +14,8 @@ from qkv_engine import ConfigError, Engine, KVConfig, SamplingParams
 from qkv_engine.presets import PRESETS
 from qkv_engine.request import RequestOutput
 
+from ..small_demo import small_demo
+
 Ask = tuple[list[int], SamplingParams]
 
 # Ends of sinks, blocks and chunks, and beyond them; a prompt of one token is computed as a generated one.
@@ -64,7 +66,9 @@ def together(engine: Engine, wanted: Sequence[Ask], seed: int, most: int = 64) -
 
 
 def open_engine(kv: str | KVConfig, **options: Any) -> Engine:
-    return Engine(kv=kv, deterministic=True, **{"kv_memory": "256MiB", "dtype": "float32", **options})
+    return Engine(
+        kv=kv, deterministic=True, **{"model": small_demo(), "kv_memory": "256MiB", "dtype": "float32", **options}
+    )
 
 
 def compare(kv: str | KVConfig, number: int, *, most: int = 64, **options: Any) -> int:

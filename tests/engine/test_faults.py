@@ -22,13 +22,15 @@ from qkv_engine.kv.manager import KVManager
 from qkv_engine.serving.loop import MAX_BATCH, MAX_RECOVERIES, MAX_TRIES
 from qkv_engine.serving.trials import TRIAL_STEPS
 
+from ..small_demo import small_demo
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=1500, ignore_eos=True)
 
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    with Engine(kv="fp32", kv_memory="64MiB", max_num_seqs=64) as engine:
+    with Engine(small_demo(), kv="fp32", kv_memory="64MiB", max_num_seqs=64) as engine:
         yield engine
 
 
@@ -91,7 +93,7 @@ def test_a_request_that_breaks_the_scheduler_ends_alone(engine: Engine, monkeypa
 
 def test_a_request_that_breaks_steps_far_into_its_prompt_ends_alone(monkeypatch: pytest.MonkeyPatch):
     """Good steps come between the broken ones: they compute the prompt again."""
-    with Engine(kv="fp32", kv_memory="64MiB", max_num_batched_tokens=64) as engine:
+    with Engine(small_demo(), kv="fp32", kv_memory="64MiB", max_num_batched_tokens=64) as engine:
         core, at_fault = engine._started.core, [5 + i % 900 for i in range(400)]
         expected = answers(engine, [[5, 6, 7]])
         accept = core._accept
@@ -200,7 +202,7 @@ def test_an_engine_that_stopped_holds_no_memory(monkeypatch: pytest.MonkeyPatch)
     def broken() -> None:
         raise EngineDeadError("gone")
 
-    engine = Engine(kv_memory="16MiB", host_memory="16MiB")
+    engine = Engine(small_demo(), kv_memory="16MiB", host_memory="16MiB")
     runner = engine._started.core.runner
     held = [weakref.ref(x) for x in (runner.cache.memory, runner.backend.mover._host._host)]
     del runner
@@ -355,10 +357,10 @@ def test_a_stream_that_is_dropped_while_an_interrupt_comes_is_aborted(engine: En
 
 
 def test_a_stream_keeps_its_engine_alive():
-    assert list(Engine(kv_memory="8MiB").stream([5, 6], GREEDY))[-1].finish_reason == "length"
+    assert list(Engine(small_demo(), kv_memory="8MiB").stream([5, 6], GREEDY))[-1].finish_reason == "length"
 
     def stream() -> Any:
-        return Engine(kv_memory="8MiB").stream([5, 6], GREEDY)
+        return Engine(small_demo(), kv_memory="8MiB").stream([5, 6], GREEDY)
 
     found = stream()
     gc.collect()

@@ -11,6 +11,8 @@ import pytest
 
 from qkv_engine import Engine, SamplingParams
 
+from ..small_demo import small_demo
+
 STATM = Path("/proc/self/statm")
 
 
@@ -23,7 +25,7 @@ def resident_bytes() -> int:
 @pytest.mark.parametrize("rounds", [2, pytest.param(15, marks=pytest.mark.slow)])
 def test_load_under_pressure_leaves_memory_as_it_was(rounds: int):
     params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
-    with Engine(kv="auto", kv_memory="12MiB", max_num_batched_tokens=256) as engine:
+    with Engine(small_demo(), kv="auto", kv_memory="3MiB", max_num_batched_tokens=256) as engine:
         memory = engine._started.core.runner.cache.memory
         address, nbytes = memory.data_ptr(), memory.nbytes
 

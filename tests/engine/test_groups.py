@@ -70,7 +70,7 @@ def with_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kv", "memory"), [("auto", "8MiB"), pytest.param("patternkv", "32MiB", marks=pytest.mark.slow)]
+    ("kv", "memory"), [("auto", "2MiB"), pytest.param("patternkv", "8MiB", marks=pytest.mark.slow)]
 )
 def test_commands_carry_all_that_two_groups_depend_on(kv: str, memory: str, monkeypatch: pytest.MonkeyPatch):
     with_windows(monkeypatch)
@@ -85,7 +85,7 @@ def test_commands_carry_all_that_two_groups_depend_on(kv: str, memory: str, monk
 
 def test_a_window_keeps_few_blocks_of_a_request(monkeypatch: pytest.MonkeyPatch):
     with_windows(monkeypatch)
-    started = begin("bf16", "64MiB", max_model_len=600)
+    started = begin("bf16", "16MiB", max_model_len=600)
     core, tables = started.core, started.core.runner.cache.tables
     params = SamplingParams(temperature=0.0, max_tokens=280, ignore_eos=True)
     submission = Submission("long", None, [7] * 250, params, 280, 0, [], False, floor=0)
@@ -100,7 +100,7 @@ def test_a_window_keeps_few_blocks_of_a_request(monkeypatch: pytest.MonkeyPatch)
     stats = take_snapshot(started)
     full, window = stats.kv_group_blocks
     assert stats.kv_blocks == Counter(full) + Counter(window) and full["dense16"] >= window["dense16"] > 0
-    block = 4 * 2 * 2 * 128 * 128 * 2  # of four layers
+    block = 2 * 2 * 128 * 128 * 2  # of one layer
     assert stats.kv_group_bytes == (block * full["dense16"], block * window["dense16"])
     assert stats.kv_group_windows == (None, WINDOW)
 
@@ -108,13 +108,13 @@ def test_a_window_keeps_few_blocks_of_a_request(monkeypatch: pytest.MonkeyPatch)
 def test_bits_of_rungs_count_layers_by_what_they_hold_of_the_longest_request(monkeypatch: pytest.MonkeyPatch):
     """Of 1,500 tokens the layers with a window hold 150, at 8 bits where the others have 4."""
     with_windows(monkeypatch)
-    narrow, wide = take_snapshot(begin("auto", "64MiB", max_model_len=1500)).kv_rungs, 16.0
+    narrow, wide = take_snapshot(begin("auto", "16MiB", max_model_len=1500)).kv_rungs, 16.0
     eight, four = 8.28125, 4.28125
     assert narrow == pytest.approx({"dense16": wide, "int8": eight, "int4": (four * 10 + eight) / 11})
 
 
 def test_one_group_has_no_figures_of_its_own():
-    stats = take_snapshot(begin("bf16", "64MiB"))
+    stats = take_snapshot(begin("bf16", "16MiB"))
     assert stats.kv_group_blocks == () and b"kv_group_blocks" not in msgspec.json.encode(stats)
 
 
@@ -122,7 +122,7 @@ def test_one_group_has_no_figures_of_its_own():
 def test_interrupts_within_changes_of_the_books_leave_nothing_behind(seed: int, monkeypatch: pytest.MonkeyPatch):
     """They come before or after any change of the books; ``play`` sees that no byte is left."""
     with_windows(monkeypatch)
-    calm, core = begin("auto", "8MiB").core, (started := begin("auto", "8MiB")).core
+    calm, core = begin("auto", "2MiB").core, (started := begin("auto", "2MiB")).core
     rng, counts = random.Random(seed), Counter[str]()
     with monkeypatch.context() as patched:
         for name in ("trim", "reserve", "demote", "open", "release"):

@@ -10,7 +10,8 @@ from qkv_engine import Engine, RequestError, SamplingParams
 from qkv_engine.kv.hints import DONE, PLAIN, RETAINED, Hints
 from qkv_engine.sizes import parse_seconds
 
-from .test_mixed_precision import BLOCK_NBYTES, long_prompts
+from ..small_demo import BLOCK_NBYTES, small_demo
+from .test_mixed_precision import long_prompts
 
 LENGTH = 300  # tokens of a prompt, two full blocks
 CACHED = 256
@@ -26,7 +27,7 @@ def ask(engine: Engine, number: int, **options: object) -> int:
 @pytest.fixture
 def engine() -> Iterator[Engine]:
     """Memory for the blocks of four prompts, of which none steps down."""
-    with Engine(kv="bf16", kv_memory=9 * BLOCK_NBYTES, max_model_len=512, num_threads=1) as engine:
+    with Engine(small_demo(), kv="bf16", kv_memory=9 * BLOCK_NBYTES, max_model_len=512, num_threads=1) as engine:
         yield engine
 
 

@@ -16,7 +16,8 @@ from qkv_engine.presets import PRESETS
 from qkv_engine.scheduler import ScheduledBatch
 from qkv_engine.serving import core as core_module
 
-from .test_mixed_precision import BLOCK_NBYTES, long_prompts
+from ..small_demo import BLOCK_NBYTES, small_demo
+from .test_mixed_precision import long_prompts
 
 MIB = 2**20
 LENGTH = 700  # tokens of a prompt, of which five full blocks are cached
@@ -41,21 +42,21 @@ def ids(outputs: list[RequestOutput]) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
     """The answers with ample memory."""
-    with Engine(kv="bf16", kv_memory="128MiB") as engine:
+    with Engine(small_demo(), kv="bf16", kv_memory="32MiB") as engine:
         return ids([ask(engine, prompt) for prompt in PROMPTS])
 
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
     """Memory for one prompt, and host memory for all."""
-    with Engine(kv="bf16", kv_memory=7 * BLOCK_NBYTES, host_memory="32MiB") as engine:
+    with Engine(small_demo(), kv="bf16", kv_memory=7 * BLOCK_NBYTES, host_memory="8MiB") as engine:
         yield engine
 
 
 def test_prompts_come_back_with_equal_tokens(engine: Engine, expected: list[list[int]]):
     assert ids([ask(engine, prompt) for prompt in PROMPTS]) == expected
     stats = engine.stats()
-    assert stats.host_bytes_total == 32 * MIB and stats.host_bytes_fetched == stats.host_fetched_tokens == 0
+    assert stats.host_bytes_total == 8 * MIB and stats.host_bytes_fetched == stats.host_fetched_tokens == 0
     assert (
         stats.host_bytes_used == stats.host_bytes_written == stats.host_bytes_peak == stats.host_blocks * BLOCK_NBYTES
     )
@@ -74,7 +75,7 @@ def test_prompts_come_back_with_equal_tokens(engine: Engine, expected: list[list
 
 def test_first_token_of_a_long_prompt_takes_few_computed_ones():
     long, *others = long_prompts(3, 2000)
-    with Engine(kv="bf16", kv_memory=17 * BLOCK_NBYTES, host_memory="48MiB") as engine:
+    with Engine(small_demo(), kv="bf16", kv_memory=17 * BLOCK_NBYTES, host_memory="12MiB") as engine:
         cold = ask(engine, long)
         for prompt in others:
             ask(engine, prompt[:1500])
@@ -86,9 +87,9 @@ def test_first_token_of_a_long_prompt_takes_few_computed_ones():
 
 def test_conversations_go_on_where_they_were(expected: list[list[int]]):
     """Three of four turns each, in memory for one of them."""
-    with Engine(kv="bf16", kv_memory="128MiB") as ample:
+    with Engine(small_demo(), kv="bf16", kv_memory="32MiB") as ample:
         answers, _ = converse(ample)
-    with Engine(kv="bf16", kv_memory=8 * BLOCK_NBYTES, host_memory="32MiB") as engine:
+    with Engine(small_demo(), kv="bf16", kv_memory=8 * BLOCK_NBYTES, host_memory="8MiB") as engine:
         found, cached = converse(engine)
         assert found == answers
         assert all(number >= length - 128 for length, number in cached)
@@ -110,7 +111,7 @@ def converse(engine: Engine) -> tuple[list[list[int]], list[tuple[int, int]]]:
 
 
 def test_blocks_come_back_at_the_bits_that_they_had():
-    with Engine(kv="auto", kv_memory=8 * BLOCK_NBYTES, host_memory="32MiB") as engine:
+    with Engine(small_demo(), kv="auto", kv_memory=8 * BLOCK_NBYTES, host_memory="8MiB") as engine:
         for prompt in PROMPTS:
             ask(engine, prompt)
         written = engine.stats().host_bytes_written
@@ -126,16 +127,18 @@ def test_preempted_requests_resume_without_computing_their_tokens_again(monkeypa
     # Admission that looks at nothing, so that memory runs out and requests are preempted.
     monkeypatch.setattr("qkv_engine.kv.manager.KVManager.admits", lambda *args: True)
     prompts, params = long_prompts(6, 200), greedy(100)
-    with Engine(kv="fp32", kv_memory="64MiB") as ample:
+    with Engine(small_demo(), kv="fp32", kv_memory="16MiB") as ample:
         alone = ids(ample.generate(prompts, params))
     recomputed = {}
-    for host_memory in (None, "64MiB"):
-        with Engine(kv="fp32", kv_memory=10 * 2 * BLOCK_NBYTES, max_model_len=500, host_memory=host_memory) as engine:
+    for host_memory in (None, "16MiB"):
+        with Engine(
+            small_demo(), kv="fp32", kv_memory=10 * 2 * BLOCK_NBYTES, max_model_len=500, host_memory=host_memory
+        ) as engine:
             computed = _count_computed(engine, monkeypatch)
             assert ids(engine.generate(prompts, params)) == alone
             number = engine.stats().num_preemptions
             recomputed[host_memory] = sum(computed) - 6 * (200 + 100 - 1)
-    assert number > 0 and recomputed["64MiB"] < 128 * number and 2 * recomputed["64MiB"] < (recomputed[None] or 0)
+    assert number > 0 and recomputed["16MiB"] < 128 * number and 2 * recomputed["16MiB"] < (recomputed[None] or 0)
 
 
 def _count_computed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -153,14 +156,16 @@ def _count_computed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int
 
 
 def test_ranks_have_equal_parts_of_host_memory(expected: list[list[int]]):
-    with Engine(kv="bf16", kv_memory=7 * BLOCK_NBYTES // 2, host_memory="32MiB", tensor_parallel=2) as engine:
-        assert "Host memory 32.0 MiB: 4,096 tokens of prefixes" in engine.describe()
+    with Engine(
+        small_demo(), kv="bf16", kv_memory=7 * BLOCK_NBYTES // 2, host_memory="8MiB", tensor_parallel=2
+    ) as engine:
+        assert "Host memory 8.0 MiB: 4,096 tokens of prefixes" in engine.describe()
         for _ in range(2):
             outputs = [ask(engine, prompt) for prompt in PROMPTS]
             assert ids(outputs) == expected
         assert [output.num_cached_tokens for output in outputs] == [CACHED] * 4
         stats = engine.stats()
-        assert stats.host_bytes_total == 32 * MIB and stats.host_fetched_tokens == 4 * CACHED
+        assert stats.host_bytes_total == 8 * MIB and stats.host_fetched_tokens == 4 * CACHED
         assert stats.host_bytes_fetched == 4 * NUM_BLOCKS * BLOCK_NBYTES
 
 
@@ -224,7 +229,7 @@ def _wait_until(engine: Engine, holds: Any) -> None:
 
 
 def test_memory_may_shrink_and_grow_beside_it(expected: list[list[int]]):
-    with Engine(kv="bf16", kv_memory=14 * BLOCK_NBYTES, host_memory="32MiB") as engine:
+    with Engine(small_demo(), kv="bf16", kv_memory=14 * BLOCK_NBYTES, host_memory="8MiB") as engine:
         found = list[RequestOutput]()
         thread = threading.Thread(target=lambda: found.extend(ask(engine, p) for p in PROMPTS * 3))
         thread.start()
@@ -238,7 +243,7 @@ def test_memory_may_shrink_and_grow_beside_it(expected: list[list[int]]):
 
 def test_little_host_memory_keeps_what_it_can(expected: list[list[int]]):
     least = 2 * BLOCK_NBYTES
-    with Engine(kv="bf16", kv_memory=7 * BLOCK_NBYTES, host_memory=least) as engine:
+    with Engine(small_demo(), kv="bf16", kv_memory=7 * BLOCK_NBYTES, host_memory=least) as engine:
         for _ in range(2):
             outputs = [ask(engine, prompt) for prompt in PROMPTS]
             assert ids(outputs) == expected
@@ -247,9 +252,9 @@ def test_little_host_memory_keeps_what_it_can(expected: list[list[int]]):
 
 
 def test_summary_tells_of_host_memory():
-    with Engine(kv="auto", kv_memory="16MiB", host_memory="32MiB") as engine:
-        assert engine.describe()[2] == "Host memory 32.0 MiB: 4,096 tokens of prefixes, 15,232 at the floor"
-    with Engine(kv="auto", kv_memory="16MiB") as engine:
+    with Engine(small_demo(), kv="auto", kv_memory="4MiB", host_memory="8MiB") as engine:
+        assert engine.describe()[2] == "Host memory 8.0 MiB: 4,096 tokens of prefixes, 15,232 at the floor"
+    with Engine(small_demo(), kv="auto", kv_memory="16MiB") as engine:
         assert not any("Host" in line for line in engine.describe())
         assert not any(name.startswith("host") and number for name, number in engine.stats().to_dict().items())
 
@@ -259,13 +264,13 @@ def test_memory_that_is_not_there_or_of_no_use_is_refused(monkeypatch: pytest.Mo
         EngineConfig(kv=PRESETS["auto"], host_memory="1GiB", prefix_caching=False)
     assert "Leave host_memory or prefix_caching out" in str(found.value)
     with pytest.raises(ConfigError, match="host_memory='1GiB': is for cached prefixes, and patternkv caches none"):
-        Engine(kv="patternkv", kv_memory="64MiB", host_memory="1GiB")
+        Engine(small_demo(), kv="patternkv", kv_memory="16MiB", host_memory="1GiB")
     with pytest.raises(CapacityError, match=r"host_memory='100TiB': 100.0 TiB asked for, .* free on cpu"):
-        Engine(kv_memory="64MiB", host_memory="100TiB")
+        Engine(small_demo(), kv_memory="16MiB", host_memory="100TiB")
     with pytest.raises(CapacityError, match=r"host_memory=1000: no room for blocks of each rung\. Give") as small:
-        Engine(kv_memory="64MiB", host_memory=1000)
+        Engine(small_demo(), kv_memory="16MiB", host_memory=1000)
     least = str(small.value).rsplit(" ", 2)
-    with Engine(kv_memory="64MiB", host_memory="".join(least[1:])) as engine:
+    with Engine(small_demo(), kv_memory="16MiB", host_memory="".join(least[1:])) as engine:
         assert engine.stats().host_bytes_total > 0
 
 
@@ -279,6 +284,6 @@ def test_kv_memory_of_a_cpu_is_not_counted_as_free(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(startup, "free_memory", lambda device: 100 * MIB)
     monkeypatch.setattr(startup, "allocate_host", note)
     with pytest.raises(CapacityError, match="host_memory='80MiB'"):
-        Engine(kv_memory=40 * MIB, host_memory="80MiB")
-    with Engine(kv_memory=40 * MIB, host_memory="50%"):
+        Engine(small_demo(), kv_memory=40 * MIB, host_memory="80MiB")
+    with Engine(small_demo(), kv_memory=40 * MIB, host_memory="50%"):
         assert made == [30 * MIB]

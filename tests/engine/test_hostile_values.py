@@ -95,17 +95,17 @@ VALUES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.fixture(scope="module")
-def victim(demo_engine: Engine) -> Iterator[Callable[[], None]]:
+def victim(small_engine: Engine) -> Iterator[Callable[[], None]]:
     """Begins a request; the function given checks that it ended as it does alone."""
     params = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
-    alone = demo_engine.generate([VICTIM], params)[0].token_ids
-    running = demo_engine.stream(VICTIM, params)
+    alone = small_engine.generate([VICTIM], params)[0].token_ids
+    running = small_engine.stream(VICTIM, params)
 
     def check() -> None:
         nonlocal running
         *_, last = running
         assert last.finish_reason == "length" and last.token_ids == alone
-        running = demo_engine.stream(VICTIM, params)
+        running = small_engine.stream(VICTIM, params)
 
     yield check
     running.close()
@@ -133,9 +133,9 @@ def nearly_full(engine: Engine) -> list[int]:
 
 
 @pytest.mark.parametrize("field", SamplingParams.__struct_fields__)
-def test_a_parameter_of_any_value(demo_engine: Engine, victim: Callable[[], None], field: str):
+def test_a_parameter_of_any_value(small_engine: Engine, victim: Callable[[], None], field: str):
     found = {
-        name: outcome(lambda make=make: read(demo_engine, [9], SamplingParams(**{**SHORT, field: make()})))
+        name: outcome(lambda make=make: read(small_engine, [9], SamplingParams(**{**SHORT, field: make()})))
         for name, make in VALUES.items()
     }
     assert {found[name] for name in ("object", "hostile", "complex", "generator", "deep")} == {"refused"}, found
@@ -171,8 +171,8 @@ CALLS: dict[str, Callable[[Engine, Any], object]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_an_argument_of_any_value(demo_engine: Engine, victim: Callable[[], None], call: str):
-    found = {name: outcome(lambda make=make: CALLS[call](demo_engine, make())) for name, make in VALUES.items()}
+def test_an_argument_of_any_value(small_engine: Engine, victim: Callable[[], None], call: str):
+    found = {name: outcome(lambda make=make: CALLS[call](small_engine, make())) for name, make in VALUES.items()}
     assert "refused" in found.values(), found
     victim()
 

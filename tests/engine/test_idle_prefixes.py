@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from qkv_engine import Engine, SamplingParams
 
-from .test_mixed_precision import BLOCK_NBYTES, long_prompts
+from ..small_demo import BLOCK_NBYTES, small_demo
+from .test_mixed_precision import long_prompts
 
 GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
 FULL = 32 + 5 * 128  # tokens of a prompt of 700 that are cached
@@ -12,7 +13,7 @@ FULL = 32 + 5 * 128  # tokens of a prompt of 700 that are cached
 
 def test_prefixes_step_down_before_they_are_given_up_and_no_request_pays():
     prompts = [long_prompts(1, 700, seed=seed)[0] for seed in range(4)]
-    with Engine(kv="auto", kv_memory=15 * BLOCK_NBYTES) as engine:
+    with Engine(small_demo(), kv="auto", kv_memory=15 * BLOCK_NBYTES) as engine:
         first = [engine.generate([prompt], SamplingParams(**GREEDY))[0] for prompt in prompts]
         stats = engine.stats()
         assert stats.num_demotions == 0 < stats.num_idle_demotions == sum(stats.idle_demotions.values())
@@ -32,7 +33,7 @@ def test_prefixes_step_down_before_they_are_given_up_and_no_request_pays():
 def test_a_pinned_request_answers_as_a_cold_one_after_its_prefix_went_narrow():
     prompt, *others = [long_prompts(1, 700, seed=seed)[0] for seed in range(4)]
     pinned = SamplingParams(**GREEDY, kv_pinned=True)
-    with Engine(kv="auto", kv_memory=20 * BLOCK_NBYTES) as engine:
+    with Engine(small_demo(), kv="auto", kv_memory=20 * BLOCK_NBYTES) as engine:
         cold = engine.generate([prompt], pinned)[0]
         for other in others:
             engine.generate([other], SamplingParams(**GREEDY))

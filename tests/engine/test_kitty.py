@@ -14,6 +14,7 @@ from qkv_engine.request import Request
 from qkv_engine.sampling.sample_row import SampleRow
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 
+from ..small_demo import small_demo
 from .test_precision_schedule import Recorder, replay
 
 DENSE = RungConfig("dense32", "dense32", "dense32")
@@ -30,12 +31,14 @@ def prompts(number: int, seed: int = 0) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("kv", "kv_memory"),
-    [pytest.param(EAGER, "64MiB", marks=pytest.mark.slow), (PRESSURE, "17MiB")],
+    [pytest.param(EAGER, "64MiB", marks=pytest.mark.slow), (PRESSURE, "4352KiB")],
     ids=["eager", "pressure"],
 )
 def test_a_request_answers_alone_as_in_the_crowd(kv: KVConfig, kv_memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its blocks stand on the same rungs in the same steps."""
-    with Engine(kv=kv, kv_memory=kv_memory, prefix_caching=False, max_num_batched_tokens=200, device="cpu") as engine:
+    with Engine(
+        small_demo(), kv=kv, kv_memory=kv_memory, prefix_caching=False, max_num_batched_tokens=200, device="cpu"
+    ) as engine:
         recorder = Recorder(engine, monkeypatch)
         crowd = prompts(5)
         outputs = engine.generate(crowd, GREEDY)
@@ -53,7 +56,7 @@ def test_a_request_answers_alone_as_in_the_crowd(kv: KVConfig, kv_memory: str, m
 def test_every_path_to_the_floor_gives_the_same_answer() -> None:
     """The blocks of a prompt step down between the prompt and its answer; even log-probabilities are equal."""
     [prompt] = prompts(1)
-    with Engine(kv=PRESSURE, kv_memory="64MiB", device="cpu") as engine:
+    with Engine(small_demo(), kv=PRESSURE, kv_memory="64MiB", device="cpu") as engine:
         runner = engine._started.core.runner
         found = [engine._loop.call(lambda p=path: answer(runner, prompt, p)) for path in ((3,), (1, 2, 3), (2, 3), ())]
     tokens, others = found[:3], found[3]

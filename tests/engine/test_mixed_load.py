@@ -11,6 +11,8 @@ import pytest
 
 from qkv_engine import Engine, RequestOutput, SamplingParams
 
+from ..small_demo import small_demo
+
 NUM_REQUESTS = 22
 
 
@@ -59,10 +61,12 @@ def test_every_request_is_answered_as_it_is_alone(monkeypatch: pytest.MonkeyPatc
     rng = random.Random(7)
     loads = [make_load(rng, [" a", "1", "so", "e", "\n", "="]) for _ in range(NUM_REQUESTS)]
     loads[: len(MARATHONS)] = MARATHONS
-    with Engine(kv="fp32", kv_memory="1GiB", max_num_seqs=1) as engine:
+    with Engine(small_demo(), kv="fp32", kv_memory="1GiB", max_num_seqs=1) as engine:
         alone = [engine.generate([load.prompt], load.params)[0] for load in loads]
     found: dict[int, RequestOutput] = {}
-    with Engine(kv="fp32", kv_memory="16MiB", max_num_seqs=30, max_num_batched_tokens=256, max_model_len=512) as engine:
+    with Engine(
+        small_demo(), kv="fp32", kv_memory="4MiB", max_num_seqs=30, max_num_batched_tokens=256, max_model_len=512
+    ) as engine:
 
         def client(mine: range) -> None:
             started = time.monotonic()

@@ -12,7 +12,7 @@ from qkv_engine import CapacityError, Engine, RequestError, RequestOutput, Sampl
 from qkv_engine.bench import tasks
 from qkv_engine.intake import Intake
 
-BLOCK_NBYTES = 2**20  # of the demo model in 16 bits
+from ..small_demo import BLOCK_NBYTES, small_demo
 
 
 def long_prompts(number: int, length: int, seed: int = 0) -> list[list[int]]:
@@ -34,7 +34,7 @@ def is_right(output: RequestOutput, answer: str) -> bool:
 
 def test_memory_short_of_16_bits_is_answered_by_stepping_down():
     """Six ledgers on memory for about three: all run together, none is preempted, all are right."""
-    with Engine(kv="auto", kv_memory=16 * BLOCK_NBYTES, prefix_caching=False) as engine:
+    with Engine(kv="auto", kv_memory=16 * 4 * BLOCK_NBYTES, prefix_caching=False) as engine:
         prompts, answers = ledgers(engine, 6, 16)
         params = SamplingParams(temperature=0.0, max_tokens=500)
         outputs = engine.generate(prompts, params)
@@ -46,9 +46,9 @@ def test_memory_short_of_16_bits_is_answered_by_stepping_down():
         assert stats.kv_bytes_used == 0 and stats.kv_bytes_peak <= stats.kv_bytes_total
 
 
-@pytest.mark.parametrize(("kv", "narrow"), [("int8", "int8"), ("kivi-4", "int4")])
+@pytest.mark.parametrize(("kv", "narrow"), [("int8", "int8"), pytest.param("kivi-4", "int4", marks=pytest.mark.slow)])
 def test_eager_ladders_settle_what_is_older_than_the_window(kv: str, narrow: str):
-    with Engine(kv=kv, kv_memory=64 * BLOCK_NBYTES, prefix_caching=False) as engine:
+    with Engine(kv=kv, kv_memory=64 * 4 * BLOCK_NBYTES, prefix_caching=False) as engine:
         prompts, answers = ledgers(engine, 2, 16)
         outputs = engine.generate(prompts, SamplingParams(temperature=0.0, max_tokens=500))
         assert all(is_right(o, a) for o, a in zip(outputs, answers, strict=True))
@@ -62,14 +62,14 @@ def test_answers_do_not_depend_on_chunks_or_company_under_an_eager_ladder():
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     found = []
     for budget, company in ((2048, 0), (70, 0), (300, 3)):
-        with Engine(kv="int4", kv_memory=64 * BLOCK_NBYTES, max_num_batched_tokens=budget) as engine:
+        with Engine(small_demo(), kv="int4", kv_memory=64 * BLOCK_NBYTES, max_num_batched_tokens=budget) as engine:
             others = long_prompts(company, 350, seed=9)
             found.append(engine.generate([prompt, *others], params)[0].outputs[0].token_ids)
     assert found[0] == found[1] == found[2]
 
 
 def test_pinned_and_floored_requests_keep_their_precision():
-    with Engine(kv="auto", kv_memory=16 * BLOCK_NBYTES, prefix_caching=False) as engine:
+    with Engine(small_demo(), kv="auto", kv_memory=16 * BLOCK_NBYTES, prefix_caching=False) as engine:
         shared = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}
         params = [SamplingParams(kv_pinned=True, **shared), SamplingParams(kv_floor="int8", **shared)]
         params += [SamplingParams(**shared)] * 5
@@ -86,7 +86,7 @@ def test_pinned_and_floored_requests_keep_their_precision():
 
 
 def test_the_floor_of_a_request_is_looked_up_when_it_is_submitted():
-    with Engine(kv="auto", kv_memory=16 * BLOCK_NBYTES) as engine:
+    with Engine(small_demo(), kv="auto", kv_memory=16 * BLOCK_NBYTES) as engine:
         intake = Intake(engine._started)
         asked = [{"kv_floor": name} for name in (None, "dense16", "int8", "int4")]
         asked.append({"kv_floor": "int4", "kv_pinned": True})
@@ -101,7 +101,7 @@ def test_the_floor_of_a_request_is_looked_up_when_it_is_submitted():
 def test_a_shared_prefix_is_computed_once():
     head = long_prompts(1, 600)[0]
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-    with Engine(kv="auto", kv_memory=64 * BLOCK_NBYTES) as engine:
+    with Engine(small_demo(), kv="auto", kv_memory=64 * BLOCK_NBYTES) as engine:
         cold = engine.generate([[*head, 7]], params)[0]
         before = engine.stats().prompt_tokens
         warm = engine.generate([[*head, 7]], params)[0]
@@ -113,7 +113,7 @@ def test_a_shared_prefix_is_computed_once():
         stats = engine.stats()
         assert stats.kv_bytes_used == 0 < stats.kv_bytes_cached
         assert stats.prefix_hit_tokens == 544
-    with Engine(kv="auto", kv_memory=64 * BLOCK_NBYTES, prefix_caching=False) as engine:
+    with Engine(small_demo(), kv="auto", kv_memory=64 * BLOCK_NBYTES, prefix_caching=False) as engine:
         assert [engine.generate([[*head, 7]], params)[0].num_cached_tokens for _ in range(2)] == [0, 0]
 
 
@@ -121,9 +121,9 @@ def test_requests_that_decode_over_shared_blocks_answer_as_alone():
     head, tails = long_prompts(1, 300)[0], long_prompts(4, 9, seed=5)
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     memory = 64 * BLOCK_NBYTES
-    with Engine(kv="fp32", kv_memory=memory, prefix_caching=False) as engine:
+    with Engine(small_demo(), kv="fp32", kv_memory=memory, prefix_caching=False) as engine:
         alone = [engine.generate([head + tail], params)[0].outputs[0].token_ids for tail in tails]
-    with Engine(kv="fp32", kv_memory=memory) as engine:
+    with Engine(small_demo(), kv="fp32", kv_memory=memory) as engine:
         engine.generate([head], params)
         outputs = engine.generate([head + tail for tail in tails], params)
     assert all(output.num_cached_tokens for output in outputs)
@@ -132,7 +132,7 @@ def test_requests_that_decode_over_shared_blocks_answer_as_alone():
 
 def test_cached_blocks_give_way_before_anything_steps_down():
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-    with Engine(kv="auto", kv_memory=24 * BLOCK_NBYTES) as engine:
+    with Engine(small_demo(), kv="auto", kv_memory=24 * BLOCK_NBYTES) as engine:
         for i in range(8):
             engine.generate(long_prompts(1, 700, seed=i), params)
         stats = engine.stats()
@@ -141,7 +141,7 @@ def test_cached_blocks_give_way_before_anything_steps_down():
 
 def test_with_a_quota_one_tenant_does_not_push_anothers_blocks_down():
     params = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}
-    with Engine(kv="auto", kv_memory=16 * BLOCK_NBYTES, kv_quota=0.5, prefix_caching=False) as engine:
+    with Engine(small_demo(), kv="auto", kv_memory=16 * BLOCK_NBYTES, kv_quota=0.5, prefix_caching=False) as engine:
         victim = SamplingParams(tenant="victim", **params)
         attacker = SamplingParams(tenant="attacker", **params)
         outputs = engine.generate(long_prompts(8, 350), [victim] + [attacker] * 7)
@@ -154,7 +154,7 @@ def test_with_a_quota_one_tenant_does_not_push_anothers_blocks_down():
 def test_a_step_that_breaks_off_is_recovered_from(place: str, monkeypatch: pytest.MonkeyPatch):
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     prompts = long_prompts(3, 200)
-    with Engine(kv="fp32", kv_memory=64 * BLOCK_NBYTES) as engine:
+    with Engine(small_demo(), kv="fp32", kv_memory=64 * BLOCK_NBYTES) as engine:
         expected = [o.outputs[0].token_ids for o in engine.generate(prompts, params)]
         core = engine._started.core
         target = core.scheduler if place == "schedule" else core.runner.cache
@@ -176,7 +176,7 @@ def test_a_step_that_breaks_off_is_recovered_from(place: str, monkeypatch: pytes
 
 def test_every_step_down_is_explained_in_the_log(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO, logger="qkv_engine")
-    with Engine(kv="auto", kv_memory=16 * BLOCK_NBYTES, prefix_caching=False) as engine:
+    with Engine(small_demo(), kv="auto", kv_memory=16 * BLOCK_NBYTES, prefix_caching=False) as engine:
         params = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
         engine.generate(long_prompts(5, 500), params)
         demotions = engine.stats().num_demotions

@@ -16,6 +16,7 @@ from qkv_engine.serving import core as core_module
 from qkv_engine.serving import launched as launched_module
 from qkv_engine.serving.core import EngineCore
 
+from ..small_demo import small_demo
 from .test_run_ahead import LateRunner, begin, make_load, play
 
 IDLE_SECONDS = 1000.0
@@ -74,7 +75,7 @@ def answers(max_itl_ms: float | None) -> tuple[list[RequestOutput], int]:
     prompts = [[5 + (7 * i * k + k) % 900 for k in range(n)] for i, n in enumerate((6, 9, 700, 400, 130), 1)]
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     with Engine(
-        kv="fp32", kv_memory="64MiB", dtype="float32", max_num_batched_tokens=512, max_itl_ms=max_itl_ms
+        small_demo(), kv="fp32", kv_memory="16MiB", dtype="float32", max_num_batched_tokens=512, max_itl_ms=max_itl_ms
     ) as engine:
         found = engine.generate(prompts, params)
         return found, engine.stats().num_steps

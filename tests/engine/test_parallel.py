@@ -7,7 +7,6 @@ import os
 import signal
 import time
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +15,8 @@ from qkv_engine import CapacityError, ConfigError, Engine, EngineDeadError, Rank
 from qkv_engine.parallel import process, worker_group
 from qkv_engine.parallel.watch import Patience, StallClock
 from qkv_engine.serving import loop
+
+from ..small_demo import small_demo
 
 PROMPTS = [[number * seed % 200 + 10 for number in range(seed * 60)] for seed in (1, 3, 5)]
 PARAMS = [
@@ -26,13 +27,7 @@ PARAMS = [
 
 
 def engine(ranks: int, **options: Any) -> Engine:
-    return Engine(tensor_parallel=ranks, num_threads=1, **{"kv": "fp32", "max_model_len": 1024} | options)
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Engine]:
-    with engine(2) as found:
-        yield found
+    return Engine(small_demo(), tensor_parallel=ranks, num_threads=1, **{"kv": "fp32", "max_model_len": 1024} | options)
 
 
 def workers(found: Engine) -> list[process.WorkerProcess]:
@@ -48,9 +43,12 @@ def has_ended(pid: int) -> bool:
     return False
 
 
-def test_tokens_are_those_of_one_process(two: Engine):
+def test_tokens_are_those_of_one_process_and_workers_end_with_their_engine():
     with engine(1) as one:
-        expected, found = one.generate(PROMPTS, PARAMS), two.generate(PROMPTS, PARAMS)
+        expected = one.generate(PROMPTS, PARAMS)
+    with engine(2) as two:
+        found, pids = two.generate(PROMPTS, PARAMS), [worker.process.pid for worker in workers(two)]
+    assert all(map(has_ended, pids))
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]
     assert found[1].outputs[0].cumulative_logprob == pytest.approx(expected[1].outputs[0].cumulative_logprob, abs=1e-3)
     pairs = zip(found[2].prompt_logprobs or (), expected[2].prompt_logprobs or (), strict=True)
@@ -62,8 +60,8 @@ def test_tokens_are_those_of_one_process(two: Engine):
 
 def test_blocks_step_down_on_every_rank():
     with (
-        engine(2, kv="auto", kv_memory="2MiB", max_model_len=768) as short,
-        engine(1, kv="auto", kv_memory="4MiB", max_model_len=768) as one,
+        engine(2, kv="auto", kv_memory="512KiB", max_model_len=768) as short,
+        engine(1, kv="auto", kv_memory="1MiB", max_model_len=768) as one,
     ):
         params = SamplingParams(temperature=0.0, max_tokens=40)
         question = [f"What is {a}*86?" for a in (12, 47, 9)] + ["Sort: 5 99 23 11 8 7 1 2 3 4 5 6 7 8 9 10 11 12 13 14"]
@@ -73,36 +71,24 @@ def test_blocks_step_down_on_every_rank():
         assert short.stats().num_demotions == one.stats().num_demotions > 0
 
 
-def test_a_rank_that_dies_ends_the_engine_at_once():
+def test_a_rank_that_dies_ends_the_engine_at_once_and_frees_its_memory(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.CRITICAL + 1, logger="qkv_engine")  # a record would hold its error's frames
     with engine(2) as found:
-        pid = workers(found)[0].process.pid
+        assert found._started is not None
+        runner, pid = weakref.ref(found._started.core.runner), workers(found)[0].process.pid
         stream = found.stream(PROMPTS[0], SamplingParams(max_tokens=600, ignore_eos=True))
         next(stream)
         os.kill(pid, signal.SIGKILL)
         start = time.monotonic()
-        with pytest.raises(EngineDeadError, match="rank 1"):
+        with pytest.raises(RankLostError, match="rank 1 ended with code -9"):
             for _ in stream:
                 pass
         assert time.monotonic() - start < 5
-        with pytest.raises(EngineDeadError):
+        with pytest.raises(EngineDeadError, match="rank 1"):
             found.generate([[1, 2, 3]])
+        found._loop._thread.join(10)
+        assert runner() is None  # before it is closed
     assert has_ended(pid)
-
-
-def test_an_engine_without_a_rank_frees_its_memory_before_it_is_closed(caplog: pytest.LogCaptureFixture):
-    caplog.set_level(logging.CRITICAL + 1, logger="qkv_engine")  # a record would hold its error's frames
-    found = engine(2)
-    assert found._started is not None
-    runner = weakref.ref(found._started.core.runner)
-    stream = found.stream(PROMPTS[0], SamplingParams(max_tokens=600, ignore_eos=True))
-    next(stream)
-    os.kill(workers(found)[0].process.pid, signal.SIGKILL)
-    with pytest.raises(RankLostError, match="rank 1 ended with code -9"):
-        for _ in stream:
-            pass
-    found._loop._thread.join(10)
-    assert runner() is None
-    found.close()
 
 
 def test_a_worker_that_is_gone_refuses_messages_and_says_why_it_ended():
@@ -163,13 +149,6 @@ def test_a_rank_is_silent_only_while_nothing_goes_on():
     clock = StallClock(3, Patience(silent=4, still=10, tick=2))
     assert [clock.tick(5, True) for _ in range(5)] == [None] * 5
     assert clock.tick(5, True) == "a step stands still: no exchange between the ranks has ended for 10 s"
-
-
-def test_workers_end_with_their_engine():
-    found = engine(2)
-    pids = [worker.process.pid for worker in workers(found)]
-    found.close()
-    assert all(map(has_ended, pids))
 
 
 def test_a_worker_that_does_not_start_is_a_typed_error(monkeypatch: pytest.MonkeyPatch):

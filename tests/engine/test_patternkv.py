@@ -13,6 +13,7 @@ from qkv_engine.config import RungConfig
 from qkv_engine.kernels.formats.pattern.presets import pattern_rung
 from qkv_engine.serving.submission import Submission
 
+from ..small_demo import small_demo
 from .test_precision_schedule import Recorder, replay
 
 DENSE = RungConfig("dense32", "dense32", "dense32")
@@ -31,13 +32,13 @@ def prompts(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("kv", "kv_memory"),
-    [*(pytest.param(kv, "64MiB", marks=pytest.mark.slow) for kv in (EAGER, EAGER_SINK)), (PRESSURE, "21MiB")],
+    [*(pytest.param(kv, "64MiB", marks=pytest.mark.slow) for kv in (EAGER, EAGER_SINK)), (PRESSURE, "5376KiB")],
     ids=["eager", "sink", "pressure"],
 )
 def test_a_request_answers_alone_as_in_the_crowd(kv: KVConfig, kv_memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its blocks stand on the same rungs in the same steps, and its patterns are mined in the same one."""
     lengths = LENGTHS if kv.eager else (300, 350, 400, 450, 380)
-    with Engine(kv=kv, kv_memory=kv_memory, max_num_batched_tokens=200, device="cpu") as engine:
+    with Engine(small_demo(), kv=kv, kv_memory=kv_memory, max_num_batched_tokens=200, device="cpu") as engine:
         recorder = Recorder(engine, monkeypatch)
         crowd = prompts(lengths)
         outputs = engine.generate(crowd, GREEDY)
@@ -56,7 +57,7 @@ def test_a_request_answers_alone_as_in_the_crowd(kv: KVConfig, kv_memory: str, m
 def test_chunks_of_other_sizes_give_the_same_answer() -> None:
     found = []
     for budget in (64, 200, 2048):
-        with Engine(kv=EAGER, kv_memory="64MiB", max_num_batched_tokens=budget, device="cpu") as engine:
+        with Engine(small_demo(), kv=EAGER, kv_memory="64MiB", max_num_batched_tokens=budget, device="cpu") as engine:
             found.append([output.token_ids for output in engine.generate(prompts(LENGTHS), GREEDY)])
     assert found[0] == found[1] == found[2]
 
@@ -67,7 +68,7 @@ def test_windows_behind_a_prompt_add_patterns_in_chunks_of_any_size() -> None:
     (ids,) = prompts((700,))
 
     def read(kv: KVConfig, budget: int) -> list[float]:
-        with Engine(kv=kv, kv_memory="64MiB", max_num_batched_tokens=budget, device="cpu") as engine:
+        with Engine(small_demo(), kv=kv, kv_memory="64MiB", max_num_batched_tokens=budget, device="cpu") as engine:
             (output,) = engine.generate([ids], params)
         assert output.prompt_logprobs is not None
         entries = zip(ids, output.prompt_logprobs, strict=True)
@@ -84,7 +85,7 @@ def test_windows_behind_a_prompt_add_patterns_in_chunks_of_any_size() -> None:
 
 def test_recovery_and_abort_leave_no_bank_behind() -> None:
     """Everything is recomputed after an interrupt, patterns too; who is aborted gives its bank back."""
-    with Engine(kv=EAGER, kv_memory="64MiB", device="cpu") as engine:
+    with Engine(small_demo(), kv=EAGER, kv_memory="64MiB", device="cpu") as engine:
         core = engine._started.core
         asked = prompts((300, 400, 280), seed=1)  # no token of these is a near tie: what is recomputed rounds otherwise
         expected = [output.token_ids for output in engine.generate(asked[:2], LONG)]

@@ -24,10 +24,12 @@ from qkv_engine.request import Request
 from qkv_engine.sampling.sample_row import SampleRow
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 
+from ..small_demo import small_demo
+
 DENSE = RungConfig("dense32", "dense32", "dense32")
 PRESSURE = KVConfig(name="pressure", rungs=(DENSE, uniform_rung(8), uniform_rung(4)), sink=32)
 EAGER = KVConfig(name="eager", rungs=(DENSE, uniform_rung(4)), sink=32, eager=True)
-KV_MEMORY = 44 * 2**20  # for about a third of the crowd in 32 bits
+KV_MEMORY = 11 * 2**20  # for about a third of the crowd in 32 bits
 
 
 class Step(NamedTuple):
@@ -94,7 +96,7 @@ def crowd(number: int) -> tuple[list[list[int]], list[SamplingParams]]:
 @pytest.mark.parametrize("kv", [PRESSURE, pytest.param(EAGER, marks=pytest.mark.slow)], ids=lambda kv: kv.name)
 def test_a_recorded_precision_schedule_gives_the_same_answer_alone(kv: KVConfig, monkeypatch: pytest.MonkeyPatch):
     prompts, params = crowd(8)
-    with Engine(kv=kv, kv_memory=KV_MEMORY, prefix_caching=False, max_num_batched_tokens=160) as engine:
+    with Engine(small_demo(), kv=kv, kv_memory=KV_MEMORY, prefix_caching=False, max_num_batched_tokens=160) as engine:
         recorder = Recorder(engine, monkeypatch)
         outputs = engine.generate(prompts, params)
         schedules = [recorder.schedules[tuple(prompt)] for prompt in prompts]
@@ -118,7 +120,7 @@ def test_a_recorded_precision_schedule_gives_the_same_answer_alone(kv: KVConfig,
 
 def test_a_pinned_request_answers_the_same_in_any_crowd():
     prompts, params = crowd(8)
-    with Engine(kv=PRESSURE, kv_memory=KV_MEMORY, prefix_caching=False) as engine:
+    with Engine(small_demo(), kv=PRESSURE, kv_memory=KV_MEMORY, prefix_caching=False) as engine:
         together = engine.generate(prompts, params)
         assert engine.stats().num_demotions > 10
         for prompt, param, output in zip(prompts, params, together, strict=True):

@@ -70,17 +70,19 @@ def seen(output: RequestOutput) -> list[object]:
     return [*found, times, output.finished, [entry and list(entry) for entry in output.prompt_logprobs or ()]]
 
 
-def test_answers_are_the_same_wherever_a_step_is_interrupted(demo_engine: Engine):
-    core = demo_engine._started.core
-    expected = demo_engine._loop.call(lambda: [seen(o) for o in play(core, submissions(demo_engine), 0)])
+def test_answers_are_the_same_wherever_a_step_is_interrupted(small_engine: Engine):
+    core = small_engine._started.core
+    expected = small_engine._loop.call(lambda: [seen(o) for o in play(core, submissions(small_engine), 0)])
     assert expected[1][4] is not None and expected[0][3] == "length"
     for interrupt in (*range(1, 9), *range(9, 30, 3)):  # odd and even ones by turns
-        found = demo_engine._loop.call(lambda at=interrupt: [seen(o) for o in play(core, submissions(demo_engine), at)])
+        found = small_engine._loop.call(
+            lambda at=interrupt: [seen(o) for o in play(core, submissions(small_engine), at)]
+        )
         assert found == expected, f"interrupted at token {interrupt}"
 
 
-def test_a_command_that_breaks_off_is_done_again(demo_engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    core = demo_engine._started.core
+def test_a_command_that_breaks_off_is_done_again(small_engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    core = small_engine._started.core
     add, calls = core.add, []
 
     def flaky(submission: Submission) -> None:
@@ -90,6 +92,6 @@ def test_a_command_that_breaks_off_is_done_again(demo_engine: Engine, monkeypatc
         add(submission)
 
     monkeypatch.setattr(core, "add", flaky)
-    outputs = demo_engine.generate([[5, 6], [7, 8]], SamplingParams(max_tokens=3, ignore_eos=True))
+    outputs = small_engine.generate([[5, 6], [7, 8]], SamplingParams(max_tokens=3, ignore_eos=True))
     assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 3]
     assert len(calls) == 5  # the first breaks off, is added, and is added again because the second broke off

@@ -16,14 +16,16 @@ import torch
 from qkv_engine import CapacityError, ConfigError, Engine, EngineDeadError, RequestOutput, SamplingParams
 from qkv_engine.device.resizable import FixedMemory
 
+from ..small_demo import small_demo
+
 MIB = 2**20
-LARGE, SMALL = 256 * MIB, 64 * MIB
+LARGE, SMALL = 256 * MIB, 16 * MIB
 PROMPTS = [f"{number}: " + " ".join(str(number * i) for i in range(60)) for number in range(20)]
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with Engine(kv_memory=LARGE, num_threads=1) as engine:
+    with Engine(small_demo(), kv_memory=LARGE, num_threads=1) as engine:
         yield engine
 
 
@@ -48,6 +50,7 @@ def shrink_and_grow(engine: Engine, times: int, num_tokens: int) -> tuple[list[R
     """The outputs of requests beside changes of size, and the changes there were while they ran."""
     found, number = list[RequestOutput](), 0
     thread = threading.Thread(target=lambda: found.extend(engine.generate(PROMPTS, params(num_tokens))))
+    engine.generate(PROMPTS, SamplingParams(max_tokens=1))  # has what a whole batch takes allocated
     touch_all(engine)
     others = resident_nbytes() - LARGE
     thread.start()
@@ -80,10 +83,10 @@ def check_outputs(outputs: list[RequestOutput], alone: list[RequestOutput], num_
 
 
 def test_memory_follows_beside_twenty_requests(engine: Engine):
-    alone = pinned_alone(engine, 120)
-    outputs, number = shrink_and_grow(engine, 3, 120)
+    alone = pinned_alone(engine, 160)
+    outputs, number = shrink_and_grow(engine, 3, 160)
     assert number >= 2
-    check_outputs(outputs, alone, 120)
+    check_outputs(outputs, alone, 160)
     assert engine.stats().num_preemptions == 0
 
 
@@ -100,14 +103,14 @@ def test_two_hundred_times(engine: Engine):
 def test_an_idle_engine_shrinks_to_the_least_and_serves(engine: Engine):
     whole = engine.generate("What is 6*7?", SamplingParams(temperature=0, max_tokens=8))
     with pytest.raises(CapacityError, match="could reach") as refused:
-        engine.resize("1MiB")
+        engine.resize("256KiB")
     assert "at least" in str(refused.value) and engine.stats().kv_bytes_total == LARGE
-    least = engine.resize("4MiB")
-    assert 3.9 * MIB < least <= 4 * MIB and engine.stats().kv_bytes_total == least
-    assert engine.stats().kv_tokens_floor < 4 * MIB // 2000
+    least = engine.resize("2MiB")
+    assert 1.9 * MIB < least <= 2 * MIB and engine.stats().kv_bytes_total == least
+    assert engine.stats().kv_tokens_floor < 2 * MIB // 500
     assert engine.generate("What is 6*7?", SamplingParams(temperature=0, max_tokens=8))[0].text == whole[0].text
     with pytest.raises(CapacityError, match="KV memory"):
-        engine.generate([5] * 3000, SamplingParams(max_tokens=100))
+        engine.generate([5] * 6000, SamplingParams(max_tokens=100))
     assert engine.resize("50%") == LARGE // 2 and engine.resize(1.0) == LARGE
 
 
@@ -137,14 +140,14 @@ def test_a_waiting_request_is_not_shut_out(engine: Engine):
     with engine.stream([7] * 3000, SamplingParams(max_tokens=200, ignore_eos=True)) as stream:
         next(stream)
         with pytest.raises(CapacityError, match="could reach"):
-            engine.resize("4MiB")
+            engine.resize("1MiB")
 
 
 def test_a_closed_engine_is_not_resized():
-    engine = Engine(kv_memory="8MiB")
+    engine = Engine(small_demo(), kv_memory="8MiB")
     engine.close()
     with pytest.raises(EngineDeadError):
-        engine.resize("4MiB")
+        engine.resize("1MiB")
 
 
 def test_memory_that_the_system_does_not_give_is_a_capacity_error(monkeypatch: pytest.MonkeyPatch):
@@ -154,7 +157,7 @@ def test_memory_that_the_system_does_not_give_is_a_capacity_error(monkeypatch: p
     with monkeypatch.context() as patch:
         patch.setattr(mmap, "mmap", no_pages)
         with pytest.raises(CapacityError, match=r"kv_memory='8.0 MiB': the system does not give so much memory on cpu"):
-            Engine(kv_memory=8 * MIB)
+            Engine(small_demo(), kv_memory=8 * MIB)
 
 
 def test_growth_that_the_device_refuses_changes_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch):
@@ -179,7 +182,7 @@ def test_memory_of_fixed_size_is_not_resized(engine: Engine, monkeypatch: pytest
 
 def test_a_call_that_waits_ends_with_the_engine():
     """Nobody notes that the shrink has ended."""
-    engine = Engine(kv_memory=LARGE, num_threads=1)
+    engine = Engine(small_demo(), kv_memory=LARGE, num_threads=1)
     errors = list[BaseException]()
     thread = threading.Thread(target=lambda: errors.append(_error_of(lambda: engine.resize(SMALL))))
     monitor = engine._alive.core.resizer  # type: ignore[union-attr]
@@ -202,12 +205,12 @@ def _error_of(call: Callable[[], object]) -> BaseException:
 
 def test_all_ranks_shrink_and_grow():
     prompts, given = PROMPTS[:4], params(60)[:4]
-    with Engine(kv_memory=32 * MIB, tensor_parallel=2, num_threads=1) as engine:
+    with Engine(small_demo(), kv_memory=8 * MIB, tensor_parallel=2, num_threads=1) as engine:
         alone, found = engine.generate(prompts, given), list[RequestOutput]()
         thread = threading.Thread(target=lambda: found.extend(engine.generate(prompts, given)))
         thread.start()
         while thread.is_alive():
-            assert engine.resize(12 * MIB) <= 12 * MIB
-            assert engine.resize(32 * MIB) == 32 * MIB
+            assert engine.resize(3 * MIB) <= 3 * MIB
+            assert engine.resize(8 * MIB) == 8 * MIB
         thread.join()
     assert found[0].token_ids == alone[0].token_ids and [len(each.token_ids) for each in found] == [60] * 4

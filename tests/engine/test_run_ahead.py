@@ -22,6 +22,8 @@ from qkv_engine.serving.submission import Submission
 from qkv_engine.started import Started
 from qkv_engine.startup import start
 
+from ..small_demo import small_demo
+
 
 class LateResults:
     """A step that was computed at once, and whose results nobody sees before ``wait``."""
@@ -72,10 +74,9 @@ class LateRunner:
 
 def begin(kv: str, kv_memory: str, **options: Any) -> Started:
     defaults = {"kv_quota": None, "prefix_caching": True, "dtype": "float32", "device": "cpu", "max_model_len": 600}
-    defaults |= {"max_num_seqs": 16, "max_num_batched_tokens": 64, "load_format": "auto", "seed": 0, "model": None}
-    return start(
-        EngineConfig(**(defaults | options), kv=resolve_kv(kv), kv_memory=kv_memory, revision=None, token=None)
-    )
+    defaults |= {"max_num_seqs": 16, "max_num_batched_tokens": 64, "load_format": "auto", "seed": 0}
+    defaults |= {"model": small_demo(), "revision": None, "token": None}
+    return start(EngineConfig(**(defaults | options), kv=resolve_kv(kv), kv_memory=kv_memory))
 
 
 def make_core(started: Started, ahead: bool) -> EngineCore:
@@ -187,7 +188,7 @@ def test_mixed_requests_are_answered_alike(seed: int):
 def test_aborts_and_preemptions_with_a_step_under_way(monkeypatch: pytest.MonkeyPatch):
     # Admission that looks at nothing, so that memory runs out and requests are preempted.
     monkeypatch.setattr("qkv_engine.kv.manager.KVManager.admits", lambda *args: True)
-    short = begin("fp32", "12MiB")
+    short = begin("fp32", "3MiB")
     aborts = {step: f"r{step % 30}" for step in range(3, 90, 4)}
     preempted = 0
     for seed in range(2):

@@ -8,6 +8,8 @@ import pytest
 
 from qkv_engine import Engine, KVConfig, RequestError, RequestOutput, RungConfig, SamplingParams
 
+from ..small_demo import small_demo
+
 DENSE32 = RungConfig("dense32", "dense32", "dense32")  # 16 bits would make an ulp of a chunk's sums a visible step
 INT2 = RungConfig("int2", "int2-channel-32", "int2-token-32")
 PATTERNS = RungConfig("patterns", "int2-channel-128-patterns32", "int2-token-128-patterns32")
@@ -22,7 +24,7 @@ IDS = [RNG.randrange(300) for _ in range(PROMPT)]
 
 
 def engine_of(kv: KVConfig, **options: int) -> Engine:
-    return Engine(kv=kv, kv_memory="128MiB", max_model_len=1024, **options)
+    return Engine(small_demo(), kv=kv, kv_memory="128MiB", max_model_len=1024, **options)
 
 
 def scores(output: RequestOutput) -> list[float]:
@@ -60,31 +62,31 @@ def test_small_steps_change_nothing():
     assert found[0].kv == found[1].kv
 
 
-def test_more_than_the_prompt_is_refused(demo_engine: Engine):
+def test_more_than_the_prompt_is_refused(small_engine: Engine):
     with pytest.raises(RequestError, match="num_prefill_tokens=4: more than the prompt has") as caught:
-        demo_engine.generate([1, 2, 3], SamplingParams(num_prefill_tokens=4))
+        small_engine.generate([1, 2, 3], SamplingParams(num_prefill_tokens=4))
     assert "at most 3" in str(caught.value)
 
 
 @pytest.mark.parametrize("detokenize", [True, False])
-def test_tokens_with_log_probabilities_have_a_text_where_text_is_wanted(detokenize: bool, demo_engine: Engine):
+def test_tokens_with_log_probabilities_have_a_text_where_text_is_wanted(detokenize: bool, small_engine: Engine):
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=0, prompt_logprobs=0, detokenize=detokenize)
-    (output,) = demo_engine.generate([60, 61], params)
+    (output,) = small_engine.generate([60, 61], params)
     (own,) = (output.prompt_logprobs or [])[1].values()
     (sampled,) = (output.outputs[0].logprobs or [])[0].values()
     assert [isinstance(one.decoded_token, str) for one in (own, sampled)] == [detokenize] * 2
 
 
-def test_named_tokens_have_log_probabilities_beside_the_prompts_own(demo_engine: Engine):
+def test_named_tokens_have_log_probabilities_beside_the_prompts_own(small_engine: Engine):
     likeliest = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=20)
-    (whole,) = demo_engine.generate(IDS, likeliest)
+    (whole,) = small_engine.generate(IDS, likeliest)
     named = [
         [],
         *([token for token in entry if token != IDS[i]] for i, entry in enumerate(whole.prompt_logprobs[1:], 1)),
     ]
     wanted = [ids[:20] for ids in named]
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, prompt_logprob_ids=wanted)
-    (found,) = demo_engine.generate(IDS, params)
+    (found,) = small_engine.generate(IDS, params)
     assert found.prompt_logprobs is not None and found.prompt_logprobs[0] is None
     for token, ids, entry, every in zip(IDS, wanted, found.prompt_logprobs, whole.prompt_logprobs, strict=True):
         if entry is not None:
@@ -94,7 +96,7 @@ def test_named_tokens_have_log_probabilities_beside_the_prompts_own(demo_engine:
 
 
 @pytest.mark.parametrize("ids", [[[]] * 3, [[1]]])
-def test_named_tokens_are_a_list_for_each_of_the_prompts(ids: list[list[int]], demo_engine: Engine):
+def test_named_tokens_are_a_list_for_each_of_the_prompts(ids: list[list[int]], small_engine: Engine):
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, prompt_logprob_ids=ids)
     with pytest.raises(RequestError, match=f"for each of {len(ids)} tokens, the prompt has 2. Give 2 lists"):
-        demo_engine.generate([5, 6], params)
+        small_engine.generate([5, 6], params)

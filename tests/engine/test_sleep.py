@@ -23,13 +23,12 @@ from qkv_engine import (
 )
 from qkv_engine.config import EngineConfig
 from qkv_engine.intake import Intake
-from qkv_engine.loading import demo_folder
 from qkv_engine.presets import resolve_kv
 from qkv_engine.serving.submission import Submission
 from qkv_engine.startup import start
 
+from ..small_demo import BLOCK_NBYTES, small_demo
 from .test_host_tier import CACHED, NUM_TOKENS, PROMPTS, greedy
-from .test_mixed_precision import BLOCK_NBYTES
 from .test_resize import resident_nbytes, touch_all
 
 MIB = 2**20
@@ -39,7 +38,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with Engine(kv="fp32", kv_memory=128 * MIB, host_memory=64 * MIB, num_threads=1) as engine:
+    with Engine(small_demo(), kv="fp32", kv_memory=32 * MIB, host_memory=16 * MIB, num_threads=1) as engine:
         yield engine
 
 
@@ -79,7 +78,7 @@ def test_requests_go_on_where_they_were(engine: Engine):
 
 
 def test_without_host_memory_all_is_computed_again():
-    with Engine(kv_memory=32 * MIB, num_threads=1) as engine:
+    with Engine(small_demo(), kv_memory=8 * MIB, num_threads=1) as engine:
         alone = engine.generate(PROMPT, PARAMS)[0]
         stream = engine.stream(PROMPT, PARAMS)
         while not next(stream).token_ids:
@@ -93,9 +92,9 @@ def test_memory_goes_back(engine: Engine):
     touch_all(engine)
     before = resident_nbytes()
     engine.sleep()
-    assert resident_nbytes() < before - 0.9 * (128 * MIB)
+    assert resident_nbytes() < before - 0.9 * (32 * MIB)
     engine.wake()
-    assert engine.stats().kv_bytes_total == 128 * MIB
+    assert engine.stats().kv_bytes_total == 32 * MIB
 
 
 def test_nothing_holds_what_goes_back(engine: Engine):
@@ -120,17 +119,17 @@ def test_requests_that_sleep_are_aborted(engine: Engine):
 
 def test_a_size_that_is_under_way_is_reached(engine: Engine):
     streams = begun(engine, 4)
-    asked = threading.Thread(target=lambda: engine.resize(72 * MIB))
+    asked = threading.Thread(target=lambda: engine.resize(18 * MIB))
     asked.start()
     asked.join(timeout=0.1)
     assert engine.sleep()
     asked.join()
     with pytest.raises(ConfigError, match="sleeps"):
-        engine.resize(64 * MIB)
+        engine.resize(16 * MIB)
     engine.wake()
-    assert 71 * MIB < engine.stats().kv_bytes_total <= 72 * MIB
+    assert 17 * MIB < engine.stats().kv_bytes_total <= 18 * MIB
     assert all(list(stream)[-1].finished for stream in streams)
-    assert engine.resize(128 * MIB) == 128 * MIB
+    assert engine.resize(32 * MIB) == 32 * MIB
 
 
 def test_what_fails_leaves_it_asleep(engine: Engine, monkeypatch: pytest.MonkeyPatch):
@@ -153,7 +152,7 @@ def test_what_fails_leaves_it_asleep(engine: Engine, monkeypatch: pytest.MonkeyP
 
 
 def test_an_altered_checkpoint_does_not_wake(tmp_path: Path):
-    folder = shutil.copytree(demo_folder(), tmp_path / "model")
+    folder = shutil.copytree(small_demo(), tmp_path / "model")
     weights, kept = folder / "model.safetensors", tmp_path / "kept"
     shutil.copy(weights, kept)
     with Engine(folder, kv_memory=16 * MIB, num_threads=1) as engine:
@@ -169,7 +168,7 @@ def test_an_altered_checkpoint_does_not_wake(tmp_path: Path):
 
 
 def test_random_weights_need_no_checkpoint(tmp_path: Path):
-    shutil.copy(demo_folder() / "config.json", tmp_path)
+    shutil.copy(small_demo() / "config.json", tmp_path)
     with Engine(tmp_path, load_format="random", kv_memory=16 * MIB, num_threads=1) as engine:
         params = SamplingParams(temperature=0, max_tokens=4)
         expected = engine.generate([[5, 6]], params)[0].token_ids
@@ -179,7 +178,7 @@ def test_random_weights_need_no_checkpoint(tmp_path: Path):
 
 
 def test_an_engine_that_sleeps_is_closed():
-    engine = Engine(kv_memory=16 * MIB, num_threads=1)
+    engine = Engine(small_demo(), kv_memory=16 * MIB, num_threads=1)
     engine.sleep()
     stream = engine.stream(PROMPT, PARAMS)
     engine.close()
@@ -216,7 +215,9 @@ def test_what_wakes_it_comes_after_what_had_it_sleep(engine: Engine):
 
 def test_blocks_that_no_command_has_named_yet_come_back():
     """A step ahead that is empty but for what it fetches leaves it to the next one, before which the engine sleeps."""
-    config = EngineConfig(kv=resolve_kv("bf16"), kv_memory=9 * BLOCK_NBYTES, host_memory=32 * MIB, num_threads=1)
+    config = EngineConfig(
+        model=small_demo(), kv=resolve_kv("bf16"), kv_memory=9 * BLOCK_NBYTES, host_memory=8 * MIB, num_threads=1
+    )
     started = start(config)
     core, intake = started.core, Intake(started)
 

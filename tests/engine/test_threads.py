@@ -207,11 +207,11 @@ def test_a_number_that_was_asked_for_stays():
     assert engine.num_uses == 0 and engine.choice.number == 4
 
 
-def test_an_engine_tells_its_steps_to_the_choice(demo_engine: Engine, monkeypatch: pytest.MonkeyPatch):
+def test_an_engine_tells_its_steps_to_the_choice(small_engine: Engine, monkeypatch: pytest.MonkeyPatch):
     found: list[tuple[int | None, float]] = []
-    monkeypatch.setattr(demo_engine._loop._threads, "note", lambda *step: found.append(step))
-    demo_engine.generate([[5, 6, 7], [6, 7, 8]], SamplingParams(max_tokens=4, ignore_eos=True))
-    demo_engine.stats()  # the loop answers between steps, so after it has told the last one
+    monkeypatch.setattr(small_engine._loop._threads, "note", lambda *step: found.append(step))
+    small_engine.generate([[5, 6, 7], [6, 7, 8]], SamplingParams(max_tokens=4, ignore_eos=True))
+    small_engine.stats()  # the loop answers between steps, so after it has told the last one
     assert [requests for requests, _ in found] in ([None, 2, 2, 2], [None, None, 1, 2, 2, 1])
     assert all(seconds > 0 for _, seconds in found)
 

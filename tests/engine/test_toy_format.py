@@ -15,6 +15,7 @@ from qkv_engine.kernels.formats.uniform.presets import uniform_rung
 from qkv_engine.kernels.paged_decode import cpu as paged_decode
 from qkv_engine.planner.sensitivity import Candidates
 
+from ..small_demo import small_demo
 from ..toy_format import SIGN
 from ..toy_format.presets import SIGN_RUNG
 from ..toy_format.registered import registered
@@ -38,7 +39,7 @@ def serve(eager: bool, kv_memory: str = "64MiB") -> tuple[list[RequestOutput], l
     common = [rng.randrange(5, 1000) for _ in range(170)]
     prompts = [common + [rng.randrange(5, 1000) for _ in range(70 * i)] for i in range(1, 5)]
     kv = KVConfig(name="toy", rungs=(DENSE, SIGN_RUNG), sink=32, eager=eager)
-    with Engine(kv=kv, kv_memory=kv_memory, device="cpu") as engine:
+    with Engine(small_demo(), kv=kv, kv_memory=kv_memory, device="cpu") as engine:
         first, second = engine.generate(prompts, GREEDY), engine.generate(prompts, GREEDY)
         return first, second, engine.stats()
 
@@ -47,7 +48,7 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.mark.parametrize(("eager", "kv_memory"), [(True, "64MiB"), (False, "14MiB")], ids=["eager", "pressure"])
+@pytest.mark.parametrize(("eager", "kv_memory"), [(True, "64MiB"), (False, "3584KiB")], ids=["eager", "pressure"])
 def test_answers_are_those_of_dequantized_pages(eager: bool, kv_memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, stats = serve(eager, kv_memory)
     assert stats.demotions["dense32->sign"] > 5 and stats.prefix_hit_tokens > 0
@@ -81,7 +82,7 @@ def test_attention_equals_that_over_rounded_values(narrow: RungConfig) -> None:
 
 
 def test_its_preset_is_served_and_the_planner_may_choose_its_formats() -> None:
-    with Engine(kv=SIGN.presets[0], kv_memory="64MiB", device="cpu") as engine:
+    with Engine(small_demo(), kv=SIGN.presets[0], kv_memory="64MiB", device="cpu") as engine:
         (output,) = engine.generate([list(range(5, 400))], GREEDY)
     assert output.error is None and output.kv.blocks["sign"] > 0
     assert all("sign-8" in sides for sides in Candidates.of(2, 64, torch.float32))

@@ -7,11 +7,13 @@ import pytest
 from qkv_engine import Engine, SamplingParams
 from qkv_engine.device.gpu.warm_up import warm_up
 
+from ..small_demo import small_demo
+
 
 @pytest.mark.parametrize("kv", ["bf16", "auto", "int4", "kivi-2", "patternkv"])
-@pytest.mark.parametrize("memory", ["6MiB", "32MiB"])
+@pytest.mark.parametrize("memory", ["1536KiB", "8MiB"])
 def test_every_rung_is_met_and_nothing_is_left(kv: str, memory: str, monkeypatch: pytest.MonkeyPatch):
-    with Engine(kv=kv, kv_memory=memory) as engine:
+    with Engine(small_demo(), kv=kv, kv_memory=memory) as engine:
         runner = engine._started.core.runner
         tables, met = runner.cache.tables, set()
         demote = tables.demote
@@ -23,7 +25,7 @@ def test_every_rung_is_met_and_nothing_is_left(kv: str, memory: str, monkeypatch
 
         monkeypatch.setattr(tables, "demote", spy)
         engine._loop.call(lambda: warm_up(runner))
-        if memory == "32MiB":
+        if memory == "8MiB":
             assert (
                 met
                 == {

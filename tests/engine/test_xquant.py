@@ -11,6 +11,7 @@ from qkv_engine import Engine, KVConfig, RequestOutput, RungConfig, SamplingPara
 from qkv_engine.kernels.formats.uniform.presets import uniform_rung
 from qkv_engine.presets import PRESETS
 
+from ..small_demo import small_demo
 from .test_precision_schedule import Recorder, Step, replay
 
 DENSE = RungConfig("dense32", "dense32", "dense32")
@@ -56,13 +57,15 @@ def answer_alone(engine: Engine, prompt: list[int], output: RequestOutput, sched
     [
         (eager("xquant-1.28-g32"), "64MiB"),
         (eager("xquant-1.16-g32-sink"), "64MiB"),
-        (PRESSURE, "10MiB"),
+        (PRESSURE, "2560KiB"),
     ],
     ids=["1.28", "1.16", "pressure"],
 )
 def test_a_request_answers_alone_as_in_the_crowd(kv: KVConfig, kv_memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts come in chunks, and their blocks step down together."""
-    with Engine(kv=kv, kv_memory=kv_memory, prefix_caching=False, max_num_batched_tokens=200, device="cpu") as engine:
+    with Engine(
+        small_demo(), kv=kv, kv_memory=kv_memory, prefix_caching=False, max_num_batched_tokens=200, device="cpu"
+    ) as engine:
         recorder, crowd = Recorder(engine, monkeypatch), prompts(3)
         outputs = engine.generate(crowd, GREEDY)
         narrow = kv.rungs[-1].name
@@ -80,7 +83,9 @@ def test_a_request_answers_alone_as_in_the_crowd(kv: KVConfig, kv_memory: str, m
 def test_preempted_and_aborted_requests_leave_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for some of the crowd, and admission that looks at nothing; the second request is aborted."""
     monkeypatch.setattr("qkv_engine.kv.manager.KVManager.admits", lambda *args: True)
-    with Engine(kv=eager("xquant-g32", 128), kv_memory="12MiB", prefix_caching=False, device="cpu") as engine:
+    with Engine(
+        small_demo(), kv=eager("xquant-g32", 128), kv_memory="3MiB", prefix_caching=False, device="cpu"
+    ) as engine:
         recorder, crowd = Recorder(engine, monkeypatch), prompts(4, 200, 250)
         streams = [engine.stream(prompt, LONG) for prompt in crowd]
         next(iter(streams[1]))

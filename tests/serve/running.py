@@ -17,7 +17,7 @@ from qkv_engine.serve.keys import Keys
 from qkv_engine.serve.limits import Limits
 from qkv_engine.serve.server import Server, bind, url_of
 
-HELLO = [{"role": "user", "content": "What is 47*86?"}]
+HELLO = [{"role": "user", "content": "What is 4000+42?"}]
 # Runs until it is stopped: the demo model repeats itself.
 ENDLESS = {"model": "demo", "prompt": "Hello", "max_tokens": 4000, "extra_body": {"ignore_eos": True}}
 ENDLESS_BODY = {"prompt": "Hello", "max_tokens": 4000, "ignore_eos": True}

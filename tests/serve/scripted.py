@@ -13,10 +13,9 @@ import pytest
 
 from qkv_engine import Engine, StructuredOutputs
 
-from ..doc_pages import ROOT
+from ..small_demo import small_demo
 from .running import Running, running
 
-DEMO = ROOT / "engine/assets/demo"
 TEMPLATE = """\
 {%- macro turn(role, text) -%}{{ '<|im_start|>' ~ role ~ '\\n' ~ text ~ '<|im_end|>\\n' }}{%- endmacro %}
 {%- if tools %}{{ turn('system', tools | map('tojson') | join('\\n')) }}{% endif %}
@@ -38,9 +37,12 @@ def call_text(name: str, **arguments: object) -> str:
 
 
 @contextmanager
-def calling(folder: Path, *, before: str = "") -> Iterator[Running]:
-    """A server over the demo model with a template that has tools, made in ``folder``, and ``before`` it more."""
-    shutil.copytree(DEMO, folder)
+def calling(folder: Path, *, before: str = "", model: Path | None = None) -> Iterator[Running]:
+    """A server over a model with a template that has tools, made in ``folder``, and ``before`` it more.
+
+    ``model``: the small demo model without one; the whole one reasons before it answers.
+    """
+    shutil.copytree(small_demo() if model is None else model, folder)
     (folder / "chat_template.jinja").write_text(before + TEMPLATE)
     engine = Engine(str(folder), kv="fp32", kv_memory="128MiB", max_num_seqs=8)
     with engine, running(engine) as server:

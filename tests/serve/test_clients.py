@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from qkv_engine import StructuredOutputs
+from qkv_engine.loading import demo_folder
 
 from .running import HELLO, Running
 from .scripted import WEATHER, call_text, calling
@@ -22,7 +23,7 @@ TOOL = {"type": "function", "function": {"name": "weather", "description": "The 
 
 @pytest.fixture(scope="module")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with calling(tmp_path_factory.mktemp("calling") / "demo") as found:
+    with calling(tmp_path_factory.mktemp("calling") / "demo", model=demo_folder()) as found:
         yield found
 
 

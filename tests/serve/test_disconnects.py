@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import time
+from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -16,6 +17,12 @@ from qkv_engine import Engine
 from .running import ENDLESS_BODY, Running, running
 
 COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def server(small_engine: Engine) -> Iterator[Running]:
+    with running(small_engine) as found:
+        yield found
 
 
 def num_running(server: Running) -> int:
@@ -104,17 +111,17 @@ async def visit_often(url: str, number: int, at_once: int) -> None:
 
 
 @pytest.mark.parametrize("number", [100, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_random_disconnects_leave_nothing(demo_engine: Engine, number: int):
-    with running(demo_engine) as server:  # opens what a process opens once
+def test_random_disconnects_leave_nothing(small_engine: Engine, number: int):
+    with running(small_engine) as server:  # opens what a process opens once
         asyncio.run(visit_often(server.url, 20, at_once=8))
     gc.collect()
     descriptors = os.listdir("/proc/self/fd")
-    with running(demo_engine) as server:
+    with running(small_engine) as server:
         asyncio.run(visit_often(server.url, number, at_once=32))
         server.wait_until_idle(60)
         state = server.server._server.server_state
         wait_for(lambda: not state.tasks and not state.connections)
-        assert not demo_engine._started.core.live
+        assert not small_engine._started.core.live
     gc.collect()
     left = set(os.listdir("/proc/self/fd")) - set(descriptors)
     assert not [os.readlink(f"/proc/self/fd/{number}") for number in left if os.path.exists(f"/proc/self/fd/{number}")]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from qkv_engine import Engine
+from qkv_engine.loading import demo_folder
 from qkv_engine.serve.keys import Keys
 from qkv_engine.serve.limits import Limits
 
@@ -40,7 +41,7 @@ def client(server: Running) -> Iterator[anthropic.Anthropic]:
 
 @pytest.fixture(scope="module")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with calling(tmp_path_factory.mktemp("calling") / "demo") as found:
+    with calling(tmp_path_factory.mktemp("calling") / "demo", model=demo_folder()) as found:
         yield found
 
 
@@ -67,11 +68,11 @@ def test_a_question_is_answered_with_thinking_and_usage(server: Running, client:
     found = client.messages.create(**ASKED)
     thinking, text = found.content
     assert (found.type, found.role, found.model, found.id[:4]) == ("message", "assistant", "demo", "msg_")
-    assert thinking.type == "thinking" and "47*6" in thinking.thinking and thinking.signature
+    assert thinking.type == "thinking" and "0+2+0=2" in thinking.thinking and thinking.signature
     assert (text.text, found.stop_reason, found.stop_sequence) == ("4042", "end_turn", None)
     chat, usage = server.openai.chat.completions.create(model="demo", messages=HELLO).usage, found.usage
     assert (usage.input_tokens, usage.output_tokens) == (chat.prompt_tokens, chat.completion_tokens)
-    assert 100 < usage.output_tokens_details.thinking_tokens < usage.output_tokens and usage.kv_bits == 32
+    assert 30 < usage.output_tokens_details.thinking_tokens < usage.output_tokens and usage.kv_bits == 32
 
 
 def test_usage_has_cached_tokens_apart(client: anthropic.Anthropic):
@@ -227,7 +228,7 @@ def test_tools_are_streamed_as_blocks(tools: Running, monkeypatch: pytest.Monkey
 
 
 def test_tokens_are_counted_as_they_are_used(tools: Running, server: Running, client: anthropic.Anthropic):
-    assert client.messages.count_tokens(model="demo", messages=HELLO).input_tokens == 17
+    assert client.messages.count_tokens(model="demo", messages=HELLO).input_tokens == 19
     asked = {"model": "demo", "messages": HELLO, "tools": [TOOL], "system": "Be brief."}
     counted = client_of(tools).messages.count_tokens(**asked).input_tokens
     usage = client_of(tools).messages.create(**asked, max_tokens=1).usage
@@ -238,10 +239,10 @@ def test_tokens_are_counted_as_they_are_used(tools: Running, server: Running, cl
     assert error_of(server.post({"model": "x", "messages": HELLO}, COUNT))["type"] == "not_found_error"
 
 
-def test_a_key_is_taken_from_either_header(demo_engine: Engine):
+def test_a_key_is_taken_from_either_header(small_engine: Engine):
     import anthropic
 
-    with running(demo_engine, keys=Keys([("alice", "alice-secret-1")])) as server:
+    with running(small_engine, keys=Keys([("alice", "alice-secret-1")])) as server:
         assert client_of(server, "alice-secret-1").messages.create(**{**ASKED, "max_tokens": 1}).type == "message"
         bearer = anthropic.Anthropic(base_url=server.url, auth_token="alice-secret-1", max_retries=0)
         assert bearer.messages.count_tokens(model="demo", messages=HELLO).input_tokens
@@ -253,10 +254,10 @@ def test_a_key_is_taken_from_either_header(demo_engine: Engine):
         assert error_of(negative)["message"].startswith("priority: ")
 
 
-def test_a_stream_that_breaks_off_ends_with_an_error(demo_engine: Engine):
+def test_a_stream_that_breaks_off_ends_with_an_error(small_engine: Engine):
     import anthropic
 
-    with running(demo_engine, limits=Limits(request_timeout=0.5, max_body=5000)) as server:
+    with running(small_engine, limits=Limits(request_timeout=0.5, max_body=5000)) as server:
         *_, last = events_of(server, ENDLESS)
         assert (last["type"], last["error"]["type"]) == ("error", "timeout_error")
         whole = server.post({**ENDLESS, "stream": False}, MESSAGES)
@@ -290,8 +291,8 @@ def test_a_client_that_leaves_aborts_its_message(server: Running):
     server.wait_until_idle(5)
 
 
-def test_too_many_requests_are_a_429(demo_engine: Engine):
-    with running(demo_engine, limits=Limits(max_requests=1)) as server:
+def test_too_many_requests_are_a_429(small_engine: Engine):
+    with running(small_engine, limits=Limits(max_requests=1)) as server:
         with server.http.stream("POST", MESSAGES, json=ENDLESS) as stream:
             lines = stream.iter_lines()
             next(lines)

@@ -17,11 +17,11 @@ def test_a_chat_is_answered_with_reasoning_and_usage(server: Running):
     answer = server.openai.chat.completions.create(model="demo", messages=HELLO)
     choice = answer.choices[0]
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "4042", "stop")
-    assert "47*6" in choice.message.reasoning_content
+    assert "0+2+0=2" in choice.message.reasoning_content
     whole = server.engine.chat(HELLO)
     assert answer.usage.prompt_tokens == len(whole.prompt_token_ids)
     assert answer.usage.completion_tokens == len(whole.token_ids)
-    assert answer.usage.kv_bits == 32 and sum(answer.usage.kv_blocks.values()) == 2
+    assert answer.usage.kv_bits == 32 and sum(answer.usage.kv_blocks.values()) == 1
     assert (answer.object, answer.model, answer.id[:9]) == ("chat.completion", "demo", "chatcmpl-")
     assert answer._request_id in answer.id
 
@@ -33,9 +33,9 @@ def test_a_chat_streams_role_text_end_and_usage(server: Running):
     assert chunks[0].choices[0].delta.role == "assistant" and chunks[0].choices[0].delta.content == ""
     deltas = [chunk.choices[0].delta for chunk in chunks]
     assert "".join(delta.content or "" for delta in deltas) == "4042"
-    assert "47*6" in "".join(getattr(delta, "reasoning_content", "") for delta in deltas)
+    assert "0+2+0=2" in "".join(getattr(delta, "reasoning_content", "") for delta in deltas)
     assert [chunk.choices[0].finish_reason for chunk in chunks][-2:] == [None, "stop"]
-    assert last.choices == [] and last.usage.completion_tokens > 100 and last.usage.kv_bits == 32
+    assert last.choices == [] and last.usage.completion_tokens > 50 and last.usage.kv_bits == 32
     assert len({chunk.id for chunk in (*chunks, last)}) == 1 and len(chunks) > 20
 
 

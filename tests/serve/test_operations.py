@@ -135,12 +135,12 @@ def test_a_chat_s_reasoning_is_counted_and_has_both_names(server: Running):
     output = server.engine.chat(HELLO)
     closing = output.token_ids.index(server.engine.tokenizer.encode("</think>")[0])
     assert number == output.outputs[0].num_reasoning_tokens == closing + 1 < usage["completion_tokens"]
-    body = {"messages": HELLO, "stream": True, "stream_options": {"include_usage": True}, "n": 2, "max_tokens": 60}
+    body = {"messages": HELLO, "stream": True, "stream_options": {"include_usage": True}, "n": 2, "max_tokens": 40}
     with server.http.stream("POST", "/v1/chat/completions", json=body) as stream:
         chunks = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {")]
     deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
     assert all(delta.get("reasoning") == delta.get("reasoning_content") for delta in deltas)
-    assert chunks[-1]["usage"]["completion_tokens_details"]["reasoning_tokens"] == 2 * 60
+    assert chunks[-1]["usage"]["completion_tokens_details"]["reasoning_tokens"] == 2 * 40
     assert server.post({"prompt": "Hi"}).json()["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
 
 

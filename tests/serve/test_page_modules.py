@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from qkv_engine.loading import demo_folder
 from qkv_engine.serve.page import FOLDER
 
 from . import node
@@ -34,7 +35,7 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tools_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with calling(tmp_path_factory.mktemp("model") / "calls") as server:
+    with calling(tmp_path_factory.mktemp("model") / "calls", model=demo_folder()) as server:
         yield server
 
 

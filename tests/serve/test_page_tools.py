@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from qkv_engine.loading import demo_folder
+
 from . import chromium
 from .page_steps import SENT, ask, finished, last, needs_chromium
 from .running import Running
@@ -21,7 +23,9 @@ ROLES = "[...document.querySelectorAll('article')].map((each) => each.classList[
 
 @pytest.fixture(scope="module")
 def calls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with calling(tmp_path_factory.mktemp("model") / "calls", before="{#- enable_thinking -#}") as server:
+    with calling(
+        tmp_path_factory.mktemp("model") / "calls", before="{#- enable_thinking -#}", model=demo_folder()
+    ) as server:
         yield server
 
 
@@ -88,7 +92,7 @@ def test_what_is_exported_is_answered(
 ):
     ask_weather(page, monkeypatch, calls)
     page.run("document.querySelector('#max-tokens').value = 1")
-    ask(page, "What is 47*86?")
+    ask(page, "What is 4000+42?")
     page.call("Page.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
     page.run("document.querySelector('#export-chat').click()")
     for dialect, path in {"chat": "chat/completions", "responses": "responses", "messages": "messages"}.items():
@@ -114,7 +118,7 @@ def test_what_was_exported_is_imported_by_keyboard(
     page.run("document.querySelector('#system').value = 'Be brief.'")
     ask_weather(page, monkeypatch, calls)
     page.run("document.querySelector('#max-tokens').value = 1")
-    ask(page, "What is 47*86?")
+    ask(page, "What is 4000+42?")
     asked, before = sent(page), page.run(SHOWN)
     page.run("document.querySelector('#export-chat').click()")
     for dialect in ("chat", "responses", "messages"):

@@ -56,7 +56,7 @@ def test_a_question_is_answered_with_reasoning_and_usage(server: Running):
     found = server.openai.responses.create(model="demo", input=QUESTION)
     reasoning, message = found.output
     assert (found.status, found.object, found.model, found.output_text) == ("completed", "response", "demo", "4042")
-    assert reasoning.type == "reasoning" and "47*6" in reasoning.content[0].text and reasoning.summary == []
+    assert reasoning.type == "reasoning" and "0+2+0=2" in reasoning.content[0].text and reasoning.summary == []
     assert (message.role, message.status, message.content[0].annotations) == ("assistant", "completed", [])
     assert found.id.startswith("resp_") and reasoning.id.startswith("rs_") and message.id.startswith("msg_")
     assert found.completed_at >= found.created_at and found.error is found.incomplete_details is None
@@ -247,9 +247,9 @@ def test_what_is_not_to_be_stored_is_not(server: Running):
     assert found.store is False and server.http.get(f"/v1/responses/{found.id}").status_code == 404
 
 
-def test_no_tenant_reads_another_s_responses(demo_engine: Engine):
+def test_no_tenant_reads_another_s_responses(small_engine: Engine):
     keys = {"alice": "alice-secret-1", "bob": "bob-secret-22"}
-    with running(demo_engine, keys=Keys(list(keys.items()))) as server:
+    with running(small_engine, keys=Keys(list(keys.items()))) as server:
         alice, bob = (server.openai.with_options(api_key=key).responses for key in keys.values())
         found = alice.create(model="demo", input="Hi", max_output_tokens=1)
         assert alice.retrieve(found.id).id == found.id
@@ -262,20 +262,20 @@ def test_no_tenant_reads_another_s_responses(demo_engine: Engine):
         assert server.http.get(f"/v1/responses/{found.id}").status_code == 401
 
 
-def test_the_oldest_responses_make_room(demo_engine: Engine):
-    with running(demo_engine, limits=Limits(response_memory=20_000)) as server:
+def test_the_oldest_responses_make_room(small_engine: Engine):
+    with running(small_engine, limits=Limits(response_memory=20_000)) as server:
         ids = [server.openai.responses.create(model="demo", input="Hi", max_output_tokens=1).id for _ in range(12)]
         kept = [server.http.get(f"/v1/responses/{name}").status_code == 200 for name in ids]
         assert kept == sorted(kept) and 0 < sum(kept) < 12
-    with running(demo_engine, limits=Limits(response_memory=0)) as server:
+    with running(small_engine, limits=Limits(response_memory=0)) as server:
         found = server.openai.responses.create(model="demo", input="Hi", max_output_tokens=1)
         assert not found.store and server.http.get(f"/v1/responses/{found.id}").status_code == 404
         refused = server.post({"input": "Hi", "previous_response_id": found.id}, "/v1/responses").json()["error"]
         assert refused["param"] == "previous_response_id" and "keeps no responses" in refused["message"]
 
 
-def test_a_request_that_breaks_off_fails(demo_engine: Engine):
-    with running(demo_engine, limits=Limits(request_timeout=0.5)) as server:
+def test_a_request_that_breaks_off_fails(small_engine: Engine):
+    with running(small_engine, limits=Limits(request_timeout=0.5)) as server:
         *_, last = events_of(server, ENDLESS)
         assert last["type"] == "response.failed" and last["response"]["status"] == "failed"
         assert last["response"]["error"]["code"] == "timeout" and last["response"]["output"]
@@ -301,8 +301,8 @@ def test_a_client_that_leaves_aborts_its_response(server: Running):
     assert server.http.get(f"/v1/responses/{response_id}").status_code == 404
 
 
-def test_limits_hold_for_it_as_for_chats(demo_engine: Engine):
-    with running(demo_engine, limits=Limits(max_requests=1, max_body=2000)) as server:
+def test_limits_hold_for_it_as_for_chats(small_engine: Engine):
+    with running(small_engine, limits=Limits(max_requests=1, max_body=2000)) as server:
         with server.http.stream("POST", "/v1/responses", json=ENDLESS) as stream:
             lines = stream.iter_lines()
             next(lines)

@@ -8,16 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lm_eval.api.instance import Instance
-from lm_eval.models.openai_completions import LocalCompletionsAPI
-from lm_eval.utils import RemoteTokenizer
 
 from qkv_engine import Engine, Logprob
-from qkv_engine.bench.lm_eval import EngineLM
 from qkv_engine.serve.logprobs import completion_logprobs
 
 from ..bench.harness_tasks import write_tasks
-from ..bench.test_lm_eval import responses
+from ..bench.test_lm_eval import engine_lm, responses
 from .running import Running, running
 
 PROMPTS = [[500, 61, 300, 77, 5], [9, 9, 9], [301] * 40]
@@ -69,6 +65,10 @@ def test_of_tokens_with_one_text_the_likeliest_is_told():
 
 def test_lm_eval_scores_as_the_engine_does(server: Running):
     pytest.importorskip("tenacity")  # of lm-eval's extra for servers
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+    from lm_eval.utils import RemoteTokenizer
+
     harness = LocalCompletionsAPI(
         base_url=f"{server.url}/v1/completions", model="demo", tokenizer_backend="auto", max_length=512, batch_size=8
     )
@@ -87,6 +87,8 @@ def test_lm_eval_scores_as_the_engine_does(server: Running):
 
 
 def test_lm_eval_tokenizes_by_the_server(server: Running, demo_engine: Engine):
+    from lm_eval.utils import RemoteTokenizer
+
     tokenizer, own = RemoteTokenizer(f"{server.url}/v1/completions"), demo_engine.tokenizer
     assert tokenizer.encode("What is 47*86?") == own.encode("What is 47*86?")
     assert tokenizer.decode(own.encode("ä b")) == "ä b"
@@ -100,11 +102,13 @@ def test_lm_eval_tokenizes_by_the_server(server: Running, demo_engine: Engine):
 def test_lm_eval_finds_the_same_over_http(tmp_path: Path):
     """Choices, rolling log-likelihoods and generated texts, as ``qkv-engine eval --lm-eval`` finds them."""
     pytest.importorskip("tenacity")  # of lm-eval's extra for servers
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
     folder = write_tasks(tmp_path)
     with Engine(kv="fp32", kv_memory="64MiB", max_model_len=1024) as engine, running(engine) as server:
         url = f"{server.url}/v1/completions"
         remote = LocalCompletionsAPI(url, model="demo", tokenizer_backend="remote", max_length=1025, batch_size=4)
-        found, expected = responses(remote, folder), responses(EngineLM(engine), folder)
+        found, expected = responses(remote, folder), responses(engine_lm(engine), folder)
     assert found["demo_generate"] == expected["demo_generate"]
     for task in ("demo_choice", "demo_rolling"):
         ours, theirs = ([float(value) for value in flat(each[task])] for each in (found, expected))

@@ -14,17 +14,17 @@ CHAT = "/v1/chat/completions"
     [
         "\n",
         ["\n\n", "Problem:", "<|endoftext|>"],
-        ["282", "so", "Question:", "</s>", "<|im_end|>"],  # the first two stand in the reasoning; lm-eval's of gsm8k
+        ["0=4", "so", "Question:", "</s>", "<|im_end|>"],  # the first two stand in the reasoning; lm-eval's of gsm8k
     ],
 )
 def test_an_answer_is_whole_whatever_its_reasoning_holds(server: Running, stop: str | list[str]):
     plain = server.post({"messages": HELLO}, CHAT).json()["choices"][0]
     assert server.post({"messages": HELLO, "stop": stop}, CHAT).json()["choices"][0] == plain
-    assert plain["message"]["content"] == "4042" and "282" in plain["message"]["reasoning_content"]
+    assert plain["message"]["content"] == "4042" and "0=4" in plain["message"]["reasoning_content"]
 
 
 def test_the_answer_is_ended_by_its_first_stop_string(server: Running):
-    body = {"messages": HELLO, "stop": ["\n\n", "282", "42"]}
+    body = {"messages": HELLO, "stop": ["\n\n", "0=4", "42"]}
     plain = server.post({"messages": HELLO}, CHAT).json()["choices"][0]["message"]
     choice = server.post(body, CHAT).json()["choices"][0]
     assert choice["message"] == plain | {"content": "40"}
@@ -38,5 +38,5 @@ def test_the_answer_is_ended_by_its_first_stop_string(server: Running):
 
 def test_a_text_completion_is_ended_anywhere(server: Running):
     prompt = f"<|im_start|>user\n{HELLO[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
-    choice = server.post({"prompt": prompt, "max_tokens": 100, "stop": ["282"]}).json()["choices"][0]
-    assert choice["stop_reason"] == "282" and "4042" not in choice["text"]
+    choice = server.post({"prompt": prompt, "max_tokens": 100, "stop": ["0=4"]}).json()["choices"][0]
+    assert choice["stop_reason"] == "0=4" and "4042" not in choice["text"]

@@ -8,7 +8,8 @@ from typing import Any
 
 from qkv_engine import Engine, RequestOutput, SamplingParams
 
-MIB = 2**20
+from ...small_demo import BLOCK_NBYTES, small_demo
+
 LENGTH = 700
 PROMPTS = [[random.Random(seed).randrange(1000) for _ in range(LENGTH)] for seed in range(6)]
 FULL = LENGTH // 128 * 128  # tokens of a prompt in full blocks
@@ -16,8 +17,9 @@ FULL = LENGTH // 128 * 128  # tokens of a prompt in full blocks
 
 def make_engine(folder: str | Path, **options: Any) -> Engine:
     """Memory for one prompt or two, host memory for three, and a store for all; no precision is lost."""
-    chosen = {"kv": "bf16", "kv_memory": 10 * MIB, "host_memory": 20 * MIB, "kv_store": folder, "num_threads": 1}
-    return Engine(**chosen | options)
+    memory = {"kv_memory": 10 * BLOCK_NBYTES, "host_memory": 20 * BLOCK_NBYTES}
+    chosen = {"model": small_demo(), "kv": "bf16", "kv_store": folder, "num_threads": 1}
+    return Engine(**memory | chosen | options)
 
 
 def ask(engine: Engine, number: int, **options: Any) -> RequestOutput:

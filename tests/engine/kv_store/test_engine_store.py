@@ -17,6 +17,7 @@ from qkv_engine import ConfigError, Engine
 from qkv_engine.device import host_disk
 from qkv_engine.kv_store.store import KVStore
 
+from ...small_demo import BLOCK_NBYTES, small_demo
 from .asked import FULL, PROMPTS, answer, ask, make_engine
 from .test_damage import damage
 
@@ -27,7 +28,7 @@ NUMBERS = range(len(PROMPTS))
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
     """The answers with ample memory and without a store."""
-    with Engine(kv="bf16", kv_memory="128MiB", num_threads=1) as engine:
+    with Engine(small_demo(), kv="bf16", kv_memory="32MiB", num_threads=1) as engine:
         return [answer(engine, number) for number in NUMBERS]
 
 
@@ -58,7 +59,7 @@ def test_prefixes_outlive_the_engine(full: Path, folder: Path, expected: list[li
     assert [output.num_cached_tokens for output in outputs] == [FULL] * len(PROMPTS)
     assert [output.kv.stored_tokens for output in outputs] == [FULL] * len(PROMPTS)
     assert stats.store_hit_tokens == FULL * len(PROMPTS) and stats.store_failed == stats.store_dropped == 0
-    assert stats.store_bytes_read == len(PROMPTS) * FULL // 128 * 2**20 and stats.store_bytes_written == 0
+    assert stats.store_bytes_read == len(PROMPTS) * FULL // 128 * BLOCK_NBYTES and stats.store_bytes_written == 0
     assert stats.store_pieces == len(PROMPTS) * FULL // 128 and 0 < stats.store_bytes_used < stats.store_bytes_total
 
 
@@ -71,7 +72,7 @@ def test_nothing_is_shared_under_another_salt_or_arithmetic(full: Path, folder: 
 
 
 def test_what_is_cached_reaches_the_disk_while_nothing_runs(folder: Path):
-    with make_engine(folder, kv_memory="64MiB") as engine:
+    with make_engine(folder, kv_memory="16MiB") as engine:
         answer(engine, 0)
         until = time.monotonic() + 60
         while engine.stats().store_pieces < FULL // 128:
