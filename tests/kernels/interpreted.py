@@ -46,6 +46,7 @@ def report(cases: dict[str, Callable[[], float]]) -> None:
     _use_true_bf16()
     _use_true_fma()
     _use_true_float8()
+    _use_true_index()
     _use_less_time()
     use_quick_types()
     figures: dict[str, Any] = {}
@@ -130,6 +131,19 @@ def _use_true_float8() -> None:
         return TensorHandle(codes.float().numpy(), tl.float32)
 
     InterpreterBuilder.create_fp_to_fp, InterpreterBuilder.create_dot = create_fp_to_fp, create_dot
+
+
+def _use_true_index() -> None:
+    """Gives the interpreter loop bounds of one element; those of Triton 3.6 are arrays, which numpy 2.5 refuses."""
+    from triton.runtime import interpreter
+
+    plain_patch = interpreter._patch_lang_tensor
+
+    def patch_tensor(tensor: Any, scope: Any) -> None:
+        plain_patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_tensor
 
 
 def _use_less_time() -> None:

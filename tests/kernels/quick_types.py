@@ -72,6 +72,8 @@ def _unwrap_by_type() -> None:
 
     def unwrap(value: Any) -> Any:
         kind = type(value)
+        if isinstance(value, builtins.tuple):  # whose fields' names Triton 3.6 loses
+            return interpreter._tuple_create(value, [unwrap(part) for part in value])
         return value if kind in never_wrapped else value.value if kind is tl.constexpr else plain(value)
 
     tl.core._unwrap_if_constexpr = unwrap

@@ -151,6 +151,7 @@ def make_reference() -> Callable[..., transformers.PreTrainedModel]:
         torch.manual_seed(0)
         config = config_class(family)(**{**TINY, **changes})
         config._experts_implementation = "eager"  # torch's grouped product takes no odd sizes
+        config._attn_implementation = "eager"  # torch's attention, which transformers 5.17 takes, has no soft cap
         reference = getattr(transformers, f"{family}ForCausalLM")(config).eval()
         fill(reference)
         return reference

@@ -94,6 +94,8 @@ GRANITE_MOE = (
         "attention_bias": True,
     }
 )
+# The models of transformers 5.17 have numbers of their own in place of these.
+CLAMP = {"swiglu_limit": 0.5, "swiglu_alpha": 1.1} if hasattr(transformers.GptOssConfig, "swiglu_limit") else {}
 GPT_OSS = ODD | EXPERTS | {"sliding_window": 37, "rope_parameters": YARN_OF_GPT_OSS}
 FAMILY_CASES: list[tuple[str, dict[str, Any]]] = [
     ("Cohere2", HIDDEN | {"sliding_window": 37, "logit_scale": 3.0}),
@@ -110,7 +112,7 @@ FAMILY_CASES: list[tuple[str, dict[str, Any]]] = [
     ("Glm", ODD | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
     ("Glm4", ODD | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.6}}),
     ("GptOss", GPT_OSS),
-    ("GptOss", GPT_OSS | {"layer_types": MIXED, "attention_bias": False, "swiglu_limit": 0.5, "swiglu_alpha": 1.1}),
+    ("GptOss", GPT_OSS | CLAMP | {"layer_types": MIXED, "attention_bias": False}),
     (
         "Granite",
         HIDDEN
