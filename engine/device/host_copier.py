@@ -5,7 +5,7 @@ On a GPU each direction has a stream of its own, so that blocks leave and come a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple, Protocol
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from ..kv.moves import HostCopy
 from .host_memory import HostMemory
 
+LEAD_RUNS, LEAD_NBYTES = 4, 2**21  # first copies of a command, with pauses: a step's own small ones go in between
 RUN_NBYTES = 2**25  # of one copy: full speed, and what comes waits for no more of what leaves than it must
 
 
@@ -31,6 +32,9 @@ class SideWork(Protocol):
     def mark(self) -> Mark:
         """The moment at which all is done that was enqueued beside."""
 
+    def pause(self) -> None:
+        """Leaves a gap in what is enqueued beside, in which a copy of another stream may begin."""
+
     def follow(self, mark: Mark) -> None:
         """Has what is enqueued beside from now on wait for a moment of other work."""
 
@@ -45,6 +49,7 @@ class SideStream:
         """``memory``: what is copied there; it is not used again for something else before that is done."""
         self._stream = torch.cuda.Stream(memory.device)  # type: ignore[no-untyped-call]
         memory.record_stream(self._stream)
+        self._word = memory.new_zeros(1)
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -56,6 +61,10 @@ class SideStream:
     def mark(self) -> torch.cuda.Event:
         """An event of the stream."""
         return self._stream.record_event()
+
+    def pause(self) -> None:
+        """A kernel of no effect: copies around it do not follow each other at once."""
+        self._word.neg_()
 
     def follow(self, mark: torch.cuda.Event) -> None:
         """Has the stream wait for an event."""
@@ -126,13 +135,18 @@ class HostCopier:
         out, back = self._sides
         if fetches:
             with back.beside():
-                for run in fetches:
+                for number, run in enumerate(led(fetches)):
                     self._let_go_first(back, run)
                     self._fetch([run])
+                    if number < LEAD_RUNS:
+                        back.pause()
         self.settle()
         if writes:
             with out.beside():
-                self._write(writes)
+                for number, run in enumerate(led(writes)):
+                    self._write([run])
+                    if number < LEAD_RUNS:
+                        out.pause()
         self._is_beside = bool(writes or fetches)
 
     def _let_go_first(self, back: SideWork, run: HostCopy) -> None:
@@ -171,6 +185,20 @@ def merged(copies: Iterable[HostCopy], piece_nbytes: int) -> list[HostCopy]:
         else:
             runs.append(copy)
     return [part for run in runs for part in _within_pieces(run, piece_nbytes)]
+
+
+def led(runs: Sequence[HostCopy]) -> list[HostCopy]:
+    """The same bytes in the same order, the first ones in small copies."""
+    found, left = list[HostCopy](), LEAD_RUNS
+    for device, host, nbytes in runs:
+        done = 0
+        while left and done < nbytes:
+            size = min(LEAD_NBYTES, nbytes - done)
+            found.append(HostCopy(device + done, host + done, size))
+            done, left = done + size, left - 1
+        if done < nbytes:
+            found.append(HostCopy(device + done, host + done, nbytes - done))
+    return found
 
 
 def _within_pieces(copy: HostCopy, piece_nbytes: int) -> Iterator[HostCopy]:

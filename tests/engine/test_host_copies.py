@@ -58,6 +58,9 @@ class Side:
         if not self.is_late:
             self.join()
 
+    def pause(self) -> None:
+        pass
+
     def mark(self) -> tuple[Side, int]:
         return self, len(self._work)
 
@@ -238,12 +241,13 @@ def test_streams_are_entered_and_joined_only_where_copies_are():
     out = MoveCommand([Wave([], [], [], None, [copy(2, 2)])], [], [], [copy(2, 3)])
     for command in (empty, copies, empty, empty):
         machine.mover.move(command)
-    assert calls == ["on back", "off back", "on out", "off out", "join out", "join back"]
+    assert calls == ["on back", "back pauses", "off back", "on out", "out pauses", "off out", "join out", "join back"]
     calls.clear()
     for command in (out, empty):
         machine.mover.move(command)
     assert calls == [
-        "on out", "mark out", "off out", "on back", "back follows", "off back", "join out at", "join out", "join back",
+        "on out", "mark out", "off out", "on back", "back follows", "back pauses", "off back", "join out at",
+        "join out", "join back",
     ]  # fmt: skip
 
 
@@ -258,6 +262,9 @@ class Noted:
         self._calls.append(f"on {self._name}")
         yield
         self._calls.append(f"off {self._name}")
+
+    def pause(self) -> None:
+        self._calls.append(f"{self._name} pauses")
 
     def mark(self) -> str:
         self._calls.append(f"mark {self._name}")
@@ -296,7 +303,11 @@ def test_side_stream_of_a_gpu_waits_for_the_current_one_and_back(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream("main"))
     monkeypatch.setattr(torch.cuda, "stream", entered)
-    memory: Any = SimpleNamespace(device=device, record_stream=lambda stream: calls.append(("lent to", stream.name)))
+    memory: Any = SimpleNamespace(
+        device=device,
+        record_stream=lambda stream: calls.append(("lent to", stream.name)),
+        new_zeros=lambda number: torch.zeros(number),
+    )
     side = SideStream(memory)
     with side.beside():
         calls.append("copies")
