@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,10 +17,7 @@ from .host_memory import HostMemory
 
 LEAD_RUNS, LEAD_NBYTES = 4, 2**21  # first copies of a command, with pauses: a step's own small ones go in between
 RUN_NBYTES = 2**25  # of one copy: full speed, and what comes waits for no more of what leaves than it must
-
-
-class Mark(Protocol):
-    """A moment in the work of a stream."""
+Mark = Any  # a moment in the work of a stream
 
 
 class SideWork(Protocol):
@@ -58,7 +55,7 @@ class SideStream:
         with torch.cuda.stream(self._stream):
             yield
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> Mark:
         """An event of the stream."""
         return self._stream.record_event()
 
@@ -66,11 +63,11 @@ class SideStream:
         """A kernel of no effect: copies around it do not follow each other at once."""
         self._word.neg_()
 
-    def follow(self, mark: torch.cuda.Event) -> None:
+    def follow(self, mark: Mark) -> None:
         """Has the stream wait for an event."""
         self._stream.wait_event(mark)
 
-    def join(self, mark: torch.cuda.Event | None = None) -> None:
+    def join(self, mark: Mark | None = None) -> None:
         """Has the current stream wait for this one, or for an event."""
         if mark is None:
             torch.cuda.current_stream().wait_stream(self._stream)

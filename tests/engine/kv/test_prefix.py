@@ -154,7 +154,7 @@ def test_a_hit_that_would_lie_in_the_recent_window_has_to_be_dense():
 
 
 def test_pieces_of_a_request_are_hashed_once(monkeypatch: pytest.MonkeyPatch):
-    space, hashed = make_space(8, DENSE), list[int]()
+    space, hashed = make_space(8, DENSE, prefix=True), list[int]()
     extend = prefix_module._extend
 
     def noted(key: bytes, tokens: array[int]) -> bytes:
