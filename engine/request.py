@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import enum
 import sys
+from array import array
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -318,6 +319,14 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+class PromptPiece(NamedTuple):
+    """Tokens of a request whose KV is cached together: the prefix cache's keys of all up to them, and before them."""
+
+    key: bytes
+    parent: bytes
+    tokens: array[int]
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One sequence the engine computes: its prompt, its output so far, and how far the KV cache has caught up.
@@ -342,6 +351,7 @@ class Request:
     next_cacheable_at: int = 0  # computed tokens at which the prefix cache has a block to file; kept by KV memory, too
     next_checkpoint_at: int = sys.maxsize  # computed tokens at which a copy of its states is kept; by KV memory, too
     next_passed_at: int = sys.maxsize  # computed tokens at which blocks pass out of sight; kept by KV memory, too
+    pieces: list[PromptPiece] = field(default_factory=list)  # the first ones, as far as asked for; by KV memory, too
     num_fetched_pieces: int = 0  # leading ones that came from the host while it waits; kept by KV memory, too
     num_read_pieces: int = 0  # leading ones that were looked for on the disk meanwhile
     num_stored_tokens: int = 0  # that were read from the disk for it

@@ -82,7 +82,12 @@ class KVCache:
         self.memory = self.backing.tensor
 
     def reset(self) -> None:
-        """Forgets every block: the books are made anew, the tensor stays."""
+        """Forgets every block: the books are made anew, the tensor stays.
+
+        Waits for copies beside the last step, since the slots that they name are handed out again.
+        """
+        if self.memory.is_cuda:
+            torch.cuda.synchronize(self.memory.device)
         self.tables = self.tables.renewed()
 
     def check_resize(self, nbytes: int) -> None:

@@ -120,7 +120,9 @@ class Mover:
         layouts = [(group.widest.layout, group.narrowest.layout) for group in self.ladder.groups]
         for mined, centres, launches, hole, outs in command.waves:
             if self._host is not None:
-                self._host.write(outs)
+                self._host.leave(outs)
+                if mined or centres or launches or hole is not None:
+                    self._host.settle()
             if hole is not None and self._dig is not None:
                 self._dig(*hole)
             for group, bank, mining in mined:

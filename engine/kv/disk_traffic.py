@@ -7,13 +7,12 @@ waits to be started.
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..request import Request
+from ..request import PromptPiece, Request
 from .arena import Slot
 from .block import Standing
 from .disk import Disk, DiskJob, DiskStats
@@ -23,16 +22,8 @@ from .host_tier import HostTier
 if TYPE_CHECKING:
     from .prefix import PrefixCache
 
-IDLE_NBYTES = 2**25  # copied to the host in one turn while nothing runs: a request that comes waits for no more
+IDLE_NBYTES = 2**27  # copied to the host in one turn while nothing runs: a request that comes waits for no more
 MOST_SAVED = 64  # pieces that one step looks at
-
-
-class PromptPiece(NamedTuple):
-    """A piece of a request: its key, that of the one before, and its tokens."""
-
-    key: bytes
-    parent: bytes
-    tokens: Sequence[int]
 
 
 class OnDisk(NamedTuple):
@@ -175,8 +166,8 @@ class DiskTraffic:
 
     def _begin(self, request: Request, place: PromptPiece) -> bool:
         """Has a piece read that the disk has; whether there is room for it."""
-        tokens, rungs = array("q", place.tokens), self.disk.rungs(place.key)
-        given = place.key, place.parent, tokens, rungs, request.params.tenant
+        rungs = self.disk.rungs(place.key)
+        given = *place, rungs, request.params.tenant
         piece = self._tier.receive(*given) if rungs else None
         if piece is not None:
             self._readings.append(_Reading(piece, request, self._tier.num_commands))

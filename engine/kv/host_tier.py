@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from math import lcm
 
 from .arena import Arena, Slot
@@ -68,10 +68,10 @@ class HostTier:
 
     # ---- finding
 
-    def find(self, key: bytes, tokens: Sequence[int]) -> HostPiece | None:
+    def find(self, key: bytes, tokens: array[int]) -> HostPiece | None:
         """The piece of that key, if it is of the same tokens."""
         piece = self._pieces.get(key)
-        return None if piece is None or piece.tokens != array("q", tokens) else piece
+        return None if piece is None or piece.tokens != tokens else piece
 
     def keeps(self, key: bytes, group: int, rung: int) -> bool:
         """Whether a copy is kept, or under way, that is as wide as ``rung`` or wider."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ..request import Request
 from .block import Block
 from .disk import Disk
-from .disk_traffic import DiskTraffic, PromptPiece
+from .disk_traffic import IDLE_NBYTES, DiskTraffic
 from .fetching import Fetching, Missing
 from .host_piece import HostBlock, HostPiece
 from .host_tier import HostTier
@@ -22,6 +22,8 @@ from .table import BlockTables
 
 if TYPE_CHECKING:
     from .prefix import PrefixCache
+
+TURN_NBYTES = 2**29  # fetched by one command while nothing runs: the next one is made up meanwhile
 
 
 class HostTraffic:
@@ -34,7 +36,8 @@ class HostTraffic:
         self.tier = tier
         self.disk = None if disk is None else DiskTraffic(prefix, tier, disk)
         self._prefix, self._tables = prefix, tables
-        self._nbytes_left: int | None = None  # of the copies beside this step; None: any number
+        self._is_idle = True  # nothing runs
+        self._nbytes_left = 0  # of the copies beside this step
         self._has_copied = False  # whether any were noted in this step
         prefix.idle.watch_settled()
 
@@ -46,7 +49,8 @@ class HostTraffic:
 
     def begin_step(self, nbytes: int | None) -> None:
         """Files the blocks that have come since the last step; ``nbytes`` may be copied beside the next one."""
-        self._nbytes_left, self._has_copied = nbytes, False
+        self._is_idle = nbytes is None
+        self._nbytes_left, self._has_copied = TURN_NBYTES if nbytes is None else nbytes, False
         if self.disk is not None:
             self.disk.begin_step()
         landed = self.tier.begin_step()
@@ -102,13 +106,21 @@ class HostTraffic:
     def write_ahead(self) -> None:
         """Copies blocks that are idle and can step down no more, those that are so for longest first.
 
-        Then copies that are there go to the disk, and while nothing runs all idle blocks are copied for that.
+        A turn of them while nothing runs. Then copies that are there go to the disk, and while nothing runs all idle
+        blocks are copied for that.
         """
+        if self._is_idle:
+            self._nbytes_left, self._has_copied = IDLE_NBYTES, False
         self._write_settled()
         if self.disk is not None:
             self.disk.save()
-            if self._nbytes_left is None:
+            if self._is_idle:
                 self.disk.copy_idle()
+
+    @property
+    def has_unwritten(self) -> bool:
+        """Whether idle blocks may be left that ``write_ahead`` would copy."""
+        return self._prefix.idle.next_settled() is not None
 
     def _write_settled(self) -> None:
         idle, tier = self._prefix.idle, self.tier
@@ -122,13 +134,12 @@ class HostTraffic:
 
     def may_copy(self, nbytes: int) -> bool:
         """Whether so many bytes more may be copied beside the next step; the first ones always."""
-        return self._nbytes_left is None or not self._has_copied or nbytes <= self._nbytes_left
+        return not self._has_copied or nbytes <= self._nbytes_left
 
     def count(self, nbytes: int) -> None:
         """Notes that so many bytes are copied beside the next step."""
         self._has_copied |= nbytes > 0
-        if self._nbytes_left is not None:
-            self._nbytes_left -= nbytes
+        self._nbytes_left -= nbytes
 
     # ---- back
 
@@ -140,14 +151,15 @@ class HostTraffic:
         """
         prefix, tier, num_tokens = self._prefix, self.tier, request.num_tokens
         limits = prefix.rules.limits(num_tokens, request.floor)
-        places, pieces, found = list[PromptPiece](), list[HostPiece | None](), list[list[Block | HostBlock | None]]()
-        for key, parent, tokens in prefix.pieces(request.token_ids, request.params.cache_salt, num_tokens - 1):
-            index, piece, blocks = len(places), tier.find(key, tokens), prefix.cached(key, tokens)
+        pieces, found = list[HostPiece | None](), list[list[Block | HostBlock | None]]()
+        salt = request.params.cache_salt
+        places = prefix.pieces(request.token_ids, salt, num_tokens - 1, request.pieces)
+        for index, (key, _, tokens) in enumerate(places):
+            piece, blocks = tier.find(key, tokens), prefix.cached(key, tokens)
             rungs = [narrowest if index < number else 0 for narrowest, number in limits]
             is_new = index >= request.num_fetched_pieces
             copies = [None] * len(rungs) if piece is None else piece.blocks
             found.append([self._choose(*each, is_new) for each in zip(blocks, copies, rungs, strict=True)])
-            places.append(PromptPiece(key, parent, tokens))
             pieces.append(piece)
         number = len(prefix.rules.longest(found, num_tokens, request.floor))
         tier.touch([place.key for place in places[:number]])

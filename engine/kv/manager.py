@@ -135,6 +135,11 @@ class KVManager:
         return self._host is not None and self._host.tier.has_copies
 
     @property
+    def has_unwritten(self) -> bool:
+        """Whether idle blocks may be left that could be copied to host memory while nothing runs."""
+        return self._host is not None and self._host.has_unwritten
+
+    @property
     def num_commands(self) -> int:
         """Commands with copies to and from host memory that were taken; 0 without a host tier."""
         return 0 if self._host is None else self._host.tier.num_commands
@@ -181,7 +186,7 @@ class KVManager:
             if self._is_exact:
                 limit = min(limit, request.num_prompt_tokens)
             salt = request.params.cache_salt
-            hit = prefix.lookup(request.token_ids, salt, floor, limit, is_exact=self._is_exact)
+            hit = prefix.lookup(request.token_ids, salt, floor, limit, request.pieces, is_exact=self._is_exact)
         request.found_tokens = hit.by_rung(self.spec.main, self.tables.main.index)
         self.demand.add(request)
         self.tables.open(
@@ -274,7 +279,7 @@ class KVManager:
     @staticmethod
     def _publish(prefix: PrefixCache, request: Request, num_tokens: int) -> None:
         salt, tenant = request.params.cache_salt, request.params.tenant
-        prefix.publish(request.request_id, request.token_ids, salt, num_tokens, tenant)
+        prefix.publish(request.request_id, request.token_ids, salt, num_tokens, tenant, request.pieces)
 
     # ---- checkpoints of states
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-from ..request import SamplingParams
+from ..request import PromptPiece, SamplingParams
 from ..sizes import parse_seconds
 from .block import Block
 from .checkpoints import Checkpoints, StateCheckpoint
@@ -88,7 +88,16 @@ class PrefixCache:
 
     # ---- finding
 
-    def lookup(self, tokens: list[int], salt: str, floor: int, limit: int, *, is_exact: bool = False) -> Hit:
+    def lookup(
+        self,
+        tokens: list[int],
+        salt: str,
+        floor: int,
+        limit: int,
+        known: list[PromptPiece] | None = None,
+        *,
+        is_exact: bool = False,
+    ) -> Hit:
         """The longest cached prefix of ``tokens`` within its first ``limit`` that all groups can serve.
 
         Blocks that are counted as dense for a request of ``tokens`` must still be dense. With states a checkpoint must
@@ -98,7 +107,7 @@ class PrefixCache:
         self.num_queried_tokens += limit
         if self.checkpoints.is_needed:
             return self._lookup_with_states(tokens, salt, floor, limit)
-        pieces = (self.cached(key, piece) for key, _, piece in self.pieces(tokens, salt, limit))
+        pieces = (self.cached(key, piece) for key, _, piece in self.pieces(tokens, salt, limit, known))
         found = self.rules.longest(pieces, len(tokens), floor)
         return self._take(found[: self.rules.num_exact(found, floor)] if is_exact else found)
 
@@ -113,18 +122,25 @@ class PrefixCache:
         checkpoint = self.checkpoints[pieces[len(found) - 1][0]] if found else None
         return self._take(found)._replace(checkpoint=checkpoint, num_cached=num_cached)
 
-    def pieces(self, tokens: list[int], salt: str, limit: int) -> Iterator[tuple[bytes, bytes, list[int]]]:
-        """Keys of the pieces within the first ``limit`` of ``tokens``, each with the one before and its tokens."""
-        key = self._root(salt)
-        for index in range(self._num_pieces(limit)):
-            piece = tokens[piece_of(self._main, index)]
-            parent, key = key, _extend(key, piece)
-            yield key, parent, piece
+    def pieces(
+        self, tokens: list[int], salt: str, limit: int, known: list[PromptPiece] | None = None
+    ) -> list[PromptPiece]:
+        """The pieces within the first ``limit`` of ``tokens``.
 
-    def cached(self, key: bytes, piece: list[int]) -> Sequence[Block | None]:
+        ``known``: the first ones of these tokens, as found before; new ones are added.
+        """
+        known = [] if known is None else known
+        number, key = self._num_pieces(limit), known[-1].key if known else self._root(salt)
+        for index in range(len(known), number):
+            piece = array("q", tokens[piece_of(self._main, index)])
+            parent, key = key, _extend(key, piece)
+            known.append(PromptPiece(key, parent, piece))
+        return known[:number]
+
+    def cached(self, key: bytes, piece: array[int]) -> Sequence[Block | None]:
         """The cached blocks of a piece, by group."""
         entry = self._entries.get(key)
-        if entry is None or entry.tokens != array("q", piece):
+        if entry is None or entry.tokens != piece:
             return (None,) * len(self._tables.groups)
         return entry.blocks
 
@@ -143,18 +159,20 @@ class PrefixCache:
 
     # ---- filing
 
-    def publish(self, request_id: str, tokens: list[int], salt: str, num_computed: int, tenant: str = "") -> None:
+    def publish(
+        self,
+        request_id: str,
+        tokens: list[int],
+        salt: str,
+        num_computed: int,
+        tenant: str = "",
+        known: list[PromptPiece] | None = None,
+    ) -> None:
         """Files the blocks of a request of ``tenant`` that are full and computed and not filed yet."""
-        filed, key = self._published.get(request_id, (0, b""))
-        num_pieces = self._num_pieces(num_computed)
-        if filed >= num_pieces:
-            return
-        key = key or self._root(salt)
-        for index in range(filed, num_pieces):
-            piece = tokens[piece_of(self._main, index)]
-            parent, key = key, _extend(key, piece)
+        filed, _ = self._published.get(request_id, (0, b""))
+        for index, (key, parent, piece) in enumerate(self.pieces(tokens, salt, num_computed, known)[filed:], filed):
             blocks = [group.piece(request_id, index) for group in self._tables.groups]
-            self.file(key, parent, array("q", piece), blocks, tenant)
+            self.file(key, parent, piece, blocks, tenant)
             self._published[request_id] = (index + 1, key)
 
     def file(
@@ -208,7 +226,7 @@ class PrefixCache:
         filed, key = self._published.get(request_id, (0, b""))
         key = key or self._root(salt)
         for index in range(filed, self._num_pieces(num_tokens)):
-            key = _extend(key, tokens[piece_of(self._main, index)])
+            key = _extend(key, array("q", tokens[piece_of(self._main, index)]))
         return key
 
     # ---- hints
@@ -366,5 +384,5 @@ def _replaces(block: Block, filed: Block | None) -> bool:
     return block.rung == filed.rung and filed.refs == 1
 
 
-def _extend(key: bytes, tokens: list[int]) -> bytes:
-    return hashlib.sha256(key + array("q", tokens).tobytes()).digest()
+def _extend(key: bytes, tokens: array[int]) -> bytes:
+    return hashlib.sha256(key + tokens.tobytes()).digest()

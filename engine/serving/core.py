@@ -95,7 +95,8 @@ class EngineCore:
         if self.sleeper.is_asleep:
             return False
         busy = self.scheduler.has_work or bool(self._in_flight) or self.recovery.in_trials
-        return busy or self.resizer.is_pending or self.sleeper.is_due or self.space.has_unsaved
+        busy = busy or self.resizer.is_pending or self.sleeper.is_due or self.space.has_unsaved
+        return busy or self.space.has_unwritten
 
     def add(self, submission: Submission) -> None:
         """Takes a submission in; an error goes to its stream alone. May be called again after an interrupt."""
@@ -241,7 +242,7 @@ class EngineCore:
         """
         if self.resizer.is_pending or self.space.has_copies:
             self._carry_out_moves()
-            if self.space.waits_for_disk:
+            if self.space.waits_for_disk or not self.scheduler.has_work:  # else copies pile up before who comes
                 self.runner.check_device()
                 self.space.ended(self.space.num_commands - 1)  # what the last one copies beside a step goes on
         elif self.space.waits_for_disk:

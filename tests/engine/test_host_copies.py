@@ -37,11 +37,15 @@ def copy(device: int, host: int) -> HostCopy:
     return HostCopy(device * BLOCK, host * BLOCK, BLOCK)
 
 
-class LateSide:
-    """A stream beside the main one, whose copies are carried out as late as they may be."""
+class Side:
+    """A stream beside the main one, whose work is done at once or as late as may be.
 
-    def __init__(self) -> None:
-        self.is_inside, self.work = False, list[Callable[[], None]]()
+    A mark is a stream and how much of its work comes before.
+    """
+
+    def __init__(self, is_late: bool):
+        self.is_late, self.is_inside = is_late, False
+        self._work, self._num_done = list[Callable[[], None]](), 0
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -49,42 +53,58 @@ class LateSide:
         yield
         self.is_inside = False
 
-    def join(self) -> None:
-        for each in self.work:
-            each()
-        self.work.clear()
+    def enqueue(self, work: Callable[[], None]) -> None:
+        self._work.append(work)
+        if not self.is_late:
+            self.join()
+
+    def pause(self) -> None:
+        pass
+
+    def mark(self) -> tuple[Side, int]:
+        return self, len(self._work)
+
+    def follow(self, mark: Any) -> None:
+        side, _ = mark
+        self.enqueue(lambda: side.join(mark))
+
+    def join(self, mark: Any = None) -> None:
+        number = len(self._work) if mark is None else mark[1]
+        while self._num_done < number:
+            self._work[self._num_done]()
+            self._num_done += 1
 
 
 class LateCopier(HostCopier):
-    """Its copies beside a step are under way until somebody waits for them."""
+    """Its copies are the work of ``Side``s."""
 
-    side: LateSide
+    def __init__(self, memory: Tensor, host: FileMemory, sides: tuple[Side, Side]):
+        super().__init__(memory, host, sides)
+        self.late_sides = sides
 
-    def write(self, copies: Iterable[HostCopy]) -> None:
-        self._do(super().write, list(copies))
+    def _write(self, runs: Iterable[HostCopy]) -> None:
+        self._enqueue(super()._write, list(runs))
 
-    def fetch(self, copies: Iterable[HostCopy]) -> None:
-        self._do(super().fetch, list(copies))
+    def _fetch(self, runs: Iterable[HostCopy]) -> None:
+        self._enqueue(super()._fetch, list(runs))
 
-    def _do(self, work: Callable[[Iterable[HostCopy]], None], copies: list[HostCopy]) -> None:
-        if self.side.is_inside:
-            self.side.work.append(partial(work, copies))
-        else:
-            work(copies)
+    def _enqueue(self, work: Callable[[Iterable[HostCopy]], None], runs: list[HostCopy]) -> None:
+        (side,) = (side for side in self.late_sides if side.is_inside)
+        side.enqueue(partial(work, runs))
 
 
 class Machine:
     """Eight numbered blocks on a device, eight on the host with 100 more, and a mover between them."""
 
-    def __init__(self, late: bool = False):
+    def __init__(self, out_is_late: bool | None = None, back_is_late: bool = True):
+        """Copies are late, or not, on streams of their own; None: they are in line."""
         self.device = torch.arange(8, dtype=torch.uint8).repeat_interleave(BLOCK)
         self.host = FileMemory(8 * BLOCK)
         self.host.tensor.copy_(self.device + 100)
-        self.side = LateSide()
         self.mover = Mover(self.device, LADDER, dig=self.dig, host=self.host)
-        if late:
-            self.mover._host = LateCopier(self.device, self.host, self.side)
-            self.mover._host.side = self.side
+        if out_is_late is not None:
+            self.sides = Side(out_is_late), Side(back_is_late)
+            self.mover._host = LateCopier(self.device, self.host, self.sides)
 
     def dig(self, start: int, end: int) -> None:
         self.device[start:end] = 255
@@ -145,7 +165,7 @@ def test_copies_beside_a_step_come_after_waves_and_fresh_slots():
 
 
 def test_next_command_waits_for_copies_beside_the_step():
-    machine = Machine(late=True)
+    machine = Machine(out_is_late=True)
     machine.mover.move(MoveCommand([Wave([], [], [move(1, 0)])], [], [copy(0, 3)], [copy(4, 7)]))
     assert machine.on_device()[4] == 4 and machine.on_host()[3] == 103  # under way
     out = Wave([], [], [move(5, 0)], None, [copy(4, 6)])
@@ -154,22 +174,107 @@ def test_next_command_waits_for_copies_beside_the_step():
     assert machine.on_host()[3] == 1 and machine.on_host()[6] == 107
 
 
+def test_who_leaves_is_waited_for_by_the_wave_and_by_the_step():
+    machine = Machine(out_is_late=True)
+    machine.mover.move(
+        MoveCommand([Wave([], [], [move(1, 0)], None, [copy(0, 5)]), Wave([], [], [], None, [copy(2, 6)])], [])
+    )
+    assert machine.on_host()[5:7] == [0, 2]
+    machine.mover.move(MoveCommand([Wave([], [], [], (3 * BLOCK, 4 * BLOCK), [copy(3, 7)])], []))
+    assert machine.on_host()[7] == 3 and machine.on_device()[3] == 255
+
+
+def test_who_comes_waits_for_those_in_its_place_alone():
+    machine = Machine(out_is_late=True, back_is_late=False)
+    seen = list[list[int]]()
+    fetch = HostCopier._fetch
+
+    def watched(copier: HostCopier, runs: Iterable[HostCopy]) -> None:
+        seen.append(machine.on_host()[4:7])
+        fetch(copier, runs)
+
+    outs = [copy(0, 4), copy(2, 5), copy(6, 6)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostCopier, "_fetch", watched)
+        machine.mover.move(MoveCommand([Wave([], [], [], None, outs)], [], [], [copy(2, 1), copy(4, 3)]))
+    assert seen == [[0, 2, 106], [0, 2, 106]], "block 6 left before others came"
+    assert machine.on_device() == [0, 1, 101, 3, 103, 5, 6, 7] and machine.on_host()[4:7] == [0, 2, 6]
+
+
+@pytest.mark.parametrize("out_is_late", [True, False])
+@pytest.mark.parametrize("back_is_late", [True, False])
+def test_streams_of_any_speed_give_the_bytes_of_copies_in_line(out_is_late: bool, back_is_late: bool):
+    draw = random.Random(7)
+    for _ in range(200):
+        machines = Machine(), Machine(out_is_late, back_is_late)
+        for _ in range(4):
+            command, written_by_step = draw_command(draw)
+            for machine in machines:
+                machine.mover.move(command)
+                for block in written_by_step:
+                    machine.device[block * BLOCK : (block + 1) * BLOCK] = 200 + block
+        for machine in machines:
+            machine.mover.move(MoveCommand([], []))
+        assert machines[0].on_device() == machines[1].on_device()
+        assert machines[0].on_host() == machines[1].on_host()
+
+
+def draw_command(draw: random.Random) -> tuple[MoveCommand, list[int]]:
+    """A command that uses no host block twice, and blocks that the step behind it writes."""
+    hosts, waves, written, fetched = draw.sample(range(8), 8), list[Wave](), list[HostCopy](), list[HostCopy]()
+    for _ in range(draw.randint(0, 3)):
+        outs = [copy(device, hosts.pop()) for device in draw.sample(range(8), min(len(hosts), draw.randint(0, 2)))]
+        src, dst = draw.sample(range(8), 2)
+        waves.append(Wave([], [], [move(src, dst)] if draw.random() < 0.5 else [], None, outs))
+    devices = draw.sample(range(8), 8)
+    for copies in (written, fetched):
+        copies += [copy(devices.pop(), hosts.pop()) for _ in range(min(len(hosts), draw.randint(0, 2)))]
+    return MoveCommand(waves, [], written, fetched), devices[: draw.randint(0, 2)]
+
+
 def test_streams_are_entered_and_joined_only_where_copies_are():
     calls: list[str] = []
     machine = Machine()
-    side = SimpleNamespace(join=lambda: calls.append("join"), beside=lambda: _noting(calls))
-    machine.mover._host = HostCopier(machine.device, machine.host, side)
+    sides: Any = tuple(Noted(name, calls) for name in ("out", "back"))
+    machine.mover._host = HostCopier(machine.device, machine.host, sides)
     empty, copies = MoveCommand([], []), MoveCommand([], [], [copy(0, 0)], [copy(1, 1)])
-    for command in (empty, copies, copies, empty, empty):
+    out = MoveCommand([Wave([], [], [], None, [copy(2, 2)])], [], [], [copy(2, 3)])
+    for command in (empty, copies, empty, empty):
         machine.mover.move(command)
-    assert calls == ["in", "out", "join", "in", "out", "join"]
+    assert calls == ["on back", "back pauses", "off back", "on out", "out pauses", "off out", "join out", "join back"]
+    calls.clear()
+    for command in (out, empty):
+        machine.mover.move(command)
+    assert calls == [
+        "on out", "mark out", "off out", "on back", "back follows", "back pauses", "off back", "join out at",
+        "join out", "join back",
+    ]  # fmt: skip
 
 
-@contextmanager
-def _noting(calls: list[str]) -> Iterator[None]:
-    calls.append("in")
-    yield
-    calls.append("out")
+class Noted:
+    """A stream that notes what is asked of it."""
+
+    def __init__(self, name: str, calls: list[str]):
+        self._name, self._calls = name, calls
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        self._calls.append(f"on {self._name}")
+        yield
+        self._calls.append(f"off {self._name}")
+
+    def pause(self) -> None:
+        self._calls.append(f"{self._name} pauses")
+
+    def mark(self) -> str:
+        self._calls.append(f"mark {self._name}")
+        return self._name
+
+    def follow(self, mark: str) -> None:
+        self._calls.append(f"{self._name} follows")
+
+    def join(self, mark: str | None = None) -> None:
+        self._calls.append(f"join {self._name}" + " at" * (mark is not None))
 
 
 def test_side_stream_of_a_gpu_waits_for_the_current_one_and_back(monkeypatch: pytest.MonkeyPatch):
@@ -182,6 +287,12 @@ def test_side_stream_of_a_gpu_waits_for_the_current_one_and_back(monkeypatch: py
         def wait_stream(self, other: Stream) -> None:
             calls.append((self.name, "waits for", other.name))
 
+        def wait_event(self, event: str) -> None:
+            calls.append((self.name, "waits for", event))
+
+        def record_event(self) -> str:
+            return "an event"
+
     @contextmanager
     def entered(stream: Stream) -> Iterator[None]:
         calls.append(("on", stream.name))
@@ -192,13 +303,20 @@ def test_side_stream_of_a_gpu_waits_for_the_current_one_and_back(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream("main"))
     monkeypatch.setattr(torch.cuda, "stream", entered)
-    memory: Any = SimpleNamespace(device=device, record_stream=lambda stream: calls.append(("lent to", stream.name)))
+    memory: Any = SimpleNamespace(
+        device=device,
+        record_stream=lambda stream: calls.append(("lent to", stream.name)),
+        new_zeros=lambda number: torch.zeros(number),
+    )
     side = SideStream(memory)
     with side.beside():
         calls.append("copies")
+        side.follow("another event")
+    side.join(side.mark())
     side.join()
     assert calls == [
-        ("lent to", device), (device, "waits for", "main"), ("on", device), "copies", ("off", device),
+        ("lent to", device), (device, "waits for", "main"), ("on", device), "copies",
+        (device, "waits for", "another event"), ("off", device), ("main", "waits for", "an event"),
         ("main", "waits for", device),
     ]  # fmt: skip
 
@@ -208,7 +326,7 @@ def test_copies_wait_until_host_memory_may_be_used():
     host: Any = SimpleNamespace(
         tensor=machine.host.tensor, piece_nbytes=2 * BLOCK, wait=lambda start, end: asked.append((start, end))
     )
-    HostCopier(machine.device, host).write([copy(1, 1), copy(2, 2), copy(3, 3)])
+    HostCopier(machine.device, host).leave([copy(1, 1), copy(2, 2), copy(3, 3)])
     assert asked == [(BLOCK, 2 * BLOCK), (2 * BLOCK, 4 * BLOCK)]
     assert machine.on_host()[:5] == [100, 1, 2, 3, 104]
 

@@ -73,6 +73,17 @@ def test_prompts_come_back_with_equal_tokens(engine: Engine, expected: list[list
     assert stats.host_bytes_fetched == stats.host_bytes_written == stats.host_fetched_tokens == 0 < stats.host_blocks
 
 
+def test_idle_blocks_are_copied_while_nothing_runs_so_that_giving_them_up_costs_nothing():
+    with Engine(kv="bf16", kv_memory=7 * BLOCK_NBYTES, host_memory="32MiB") as engine:
+        ask(engine, PROMPTS[0])
+        _wait_until(engine, lambda stats: stats.host_bytes_written == NUM_BLOCKS * BLOCK_NBYTES)
+        core = engine._alive.core
+        _wait_until(engine, lambda stats: not core.has_work)
+        tier = core.space.prefix.host.tier  # type: ignore[union-attr]
+        ask(engine, PROMPTS[1])
+        assert tier.stats().out_nbytes == 0 < tier.stats().written_nbytes
+
+
 def test_first_token_of_a_long_prompt_takes_few_computed_ones():
     long, *others = long_prompts(3, 2000)
     with Engine(small_demo(), kv="bf16", kv_memory=17 * BLOCK_NBYTES, host_memory="12MiB") as engine:

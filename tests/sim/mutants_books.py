@@ -226,8 +226,8 @@ BOOKS = (
         "only the newest block decides a hit",
         "prefix",
         "_extend",
-        "return hashlib.sha256(key + array('q', tokens).tobytes()).digest()",
-        "return hashlib.sha256(array('q', tokens).tobytes()).digest()",
+        "return hashlib.sha256(key + tokens.tobytes()).digest()",
+        "return hashlib.sha256(tokens.tobytes()).digest()",
     ),
     Patch(
         "a block is filed before it is full",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
+
+from qkv_engine.kv import host_traffic
 from qkv_engine.kv.host_tier import HostTier
 from qkv_engine.kv.manager import KVManager
 from qkv_engine.kv.moves import HostCopy, MoveCommand, take_moves
@@ -64,6 +67,37 @@ def test_a_block_that_was_written_ahead_leaves_for_nothing():
     carry_out(space)
     stats = tier.stats()
     assert (stats.written_nbytes, stats.out_nbytes, stats.num_blocks) == (32, 16, 3)
+
+
+def test_while_nothing_runs_blocks_are_written_a_turn_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host_traffic, "IDLE_NBYTES", 2 * 16)
+    space, tier = make_hosted(8, 8)
+    assert not space.has_unwritten
+    ended(space, "a", 1, num_blocks=5)
+    written = list[int]()
+    while space.has_unwritten:
+        space.begin_step(None)
+        space.write_ahead()
+        written.append(len(carry_out(space).written))
+    assert written == [2, 2, 1] and tier.stats().written_nbytes == 5 * 16
+    ended(space, "b", 2, num_blocks=1)
+    assert space.has_unwritten and not make_space(8, DENSE).has_unwritten
+
+
+def test_while_nothing_runs_pieces_are_fetched_a_turn_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host_traffic, "TURN_NBYTES", 2 * 16)
+    space, _ = make_hosted(6, 8)
+    ended(space, "a", 1)
+    while space.evict():
+        pass
+    carry_out(space)
+    request, numbers = waiting(1), list[int]()
+    while (fetching := space.begin_fetching(request)) is not None:
+        while fetching.has_next:
+            assert fetching.fetch()
+        fetching.end()
+        numbers.append(len(carry_out(space).fetched))
+    assert numbers == [2, 1] and space.open(request) == 3 * BLOCK
 
 
 def test_only_blocks_that_can_step_down_no_more_are_written_ahead():

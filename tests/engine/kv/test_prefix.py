@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
+
+import pytest
+
 from qkv_engine.kv import prefix as prefix_module
 from qkv_engine.kv.hits import Hit
 
-from ...scheduler.common import BLOCK, DENSE, LADDER, RUNGS, make_space, make_spec
+from ...scheduler.common import BLOCK, DENSE, LADDER, RUNGS, make_request, make_space, make_spec
 
 SINK = make_spec(RUNGS, sink=32, sink_nbytes=4)
 
@@ -147,3 +151,23 @@ def test_a_hit_that_would_lie_in_the_recent_window_has_to_be_dense():
     assert space.prefix.num_hit_tokens == 8 * BLOCK
     space.demote([(table.blocks[4], 1)])
     assert (hits(5 * BLOCK + 1), hits(6 * BLOCK + 1), hits(6 * BLOCK + 1, floor=0)) == (4, 5, 0)
+
+
+def test_pieces_of_a_request_are_hashed_once(monkeypatch: pytest.MonkeyPatch):
+    space, hashed = make_space(8, DENSE, prefix=True), list[int]()
+    extend = prefix_module._extend
+
+    def noted(key: bytes, tokens: array[int]) -> bytes:
+        hashed.append(len(tokens))
+        return extend(key, tokens)
+
+    monkeypatch.setattr(prefix_module, "_extend", noted)
+    request = make_request("a", [1] * 400, floor=0)
+    request.num_computed_tokens = space.open(request)
+    assert space.reserve(request, 400)
+    for number in (BLOCK, 300, 400):
+        space.computed(request, number)
+    known = space.prefix.pieces([1] * 400, "", 400)
+    assert request.pieces == known and hashed == [BLOCK] * 6
+    assert [piece.parent for piece in known[1:]] == [piece.key for piece in known[:-1]]
+    assert space.prefix.pieces([1] * 400, "", 399, request.pieces) == known and len(hashed) == 6

@@ -1,0 +1,219 @@
+"""Prompts back from host memory and from disk, and steps beside copies: what parts of ``studies/gpu_check.py`` time.
+
+KV has the bytes of qwen3-8b at 16 bits, 144 KiB a token. On a CPU with the demo shape it says nothing of speed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+
+from qkv_engine import Engine, SamplingParams
+from qkv_engine.config import EngineConfig
+from qkv_engine.models.shapes import SHAPES
+from qkv_engine.presets import resolve_kv
+from qkv_engine.serving.core import EngineCore
+from qkv_engine.serving.submission import Submission
+from qkv_engine.startup import start
+
+from .gpu_steps import Machine, ask, random_ids
+
+PAUSE = 1.0  # seconds, for idle blocks to be copied
+NUM_POOL, POOL_TOKENS, ROUNDS = 6, 8192, 2  # prompts that come back in turn
+OTHERS = 16  # requests that decode: a sixteenth of such a prompt, and an eighth behind it
+READ_NBYTES, READERS = 2**22, (4, 16)  # of a file at once, by so many threads: what the disk gives
+NARROW = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 2048, "num_attention_heads": 16}
+
+
+class Return(NamedTuple):
+    """A prompt that came back with its first token: ``nbytes`` were fetched. ``computed``: seconds without a cache."""
+
+    when: str
+    nbytes: int
+    seconds: float
+    computed: float
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second, the token behind them included."""
+        return self.nbytes / self.seconds
+
+
+def options(machine: Machine, length: int, **changes: Any) -> dict[str, Any]:
+    """Of an engine whose KV memory has room for one prompt of 32,768 tokens."""
+    found = {
+        "model": machine.shape("qwen3-8b"),
+        "load_format": "random",
+        "kv": "bf16",
+        "dtype": "bfloat16",
+        "device": machine.device,
+        "kv_memory": machine.memory("6GiB", tiny="8MiB"),
+        "host_memory": machine.memory("24GiB"),
+        "max_model_len": length + 1,
+    }
+    return found | changes
+
+
+def returns(machine: Machine) -> Iterator[Return]:
+    """A whole prompt back from host memory, while the one before it leaves, and after a pause."""
+    length = machine.tokens(32_768)
+    with Engine(**options(machine, length)) as engine:
+        ids = [random_ids(engine, length, seed) for seed in range(3)]
+        computed = [ask(engine, [each]) for each in ids][-1]
+        for when, pause in (("right behind another one", 0.0), ("after a pause", PAUSE)):
+            for each in (1, 2):  # the first one is gone then
+                ask(engine, [ids[each]])
+                time.sleep(pause)
+            before = engine.stats().host_bytes_fetched
+            seconds = ask(engine, [ids[0]])
+            yield Return(when, engine.stats().host_bytes_fetched - before, seconds, computed)
+
+
+class StepTimes(NamedTuple):
+    """Seconds of decode steps without chunks of prompts, ``quiet`` ones and those beside copies."""
+
+    quiet: list[float]
+    busy: list[float]
+
+
+def steps_beside_copies(machine: Machine) -> StepTimes:
+    """Steps of requests that decode while prompts come back in turn from host memory, and others leave for them."""
+    length = machine.tokens(POOL_TOKENS)
+    core = start(EngineConfig(**options(machine, length, kv=resolve_kv("bf16")))).core
+    try:
+        pool = [_ids(length, seed) for seed in range(NUM_POOL)]
+        for index, ids in enumerate(pool):
+            _add(core, f"first {index}", ids, 1)
+            _times(core)
+        for index in range(machine.requests(OTHERS)):
+            _add(core, f"other {index}", _ids(length // 16, 100 + index), length // 8)
+        while not all(request.num_output_tokens for request in core.scheduler.requests.values()):
+            core.step()
+        times = StepTimes(_times(core, length // 40).quiet, [])
+        for index in range(ROUNDS * NUM_POOL):
+            name = _add(core, f"again {index}", pool[index % NUM_POOL], 1)
+            while name in core.live:
+                times.busy.extend(_times(core, 1).busy)
+        return times
+    finally:
+        core.free()
+
+
+def _ids(length: int, seed: int) -> list[int]:
+    return torch.randint(1000, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def _add(core: EngineCore, name: str, ids: list[int], max_tokens: int) -> str:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    core.add(Submission(name, None, ids, params, max_tokens, 0, [], False, floor=0))
+    return name
+
+
+def _times(core: EngineCore, number: int = sys.maxsize) -> StepTimes:
+    """Of the next steps while there is work."""
+    times, tier = StepTimes([], []), core.space.prefix.host.tier  # type: ignore[union-attr]
+    while number and core.has_work:
+        number -= 1
+        before = tier.stats()
+        core.step()
+        now = tier.stats()
+        if core.last_step is not None and core.last_step[0] is not None:
+            is_busy = (now.out_nbytes, now.written_nbytes, now.fetched_nbytes) != (
+                before.out_nbytes, before.written_nbytes, before.fetched_nbytes,
+            )  # fmt: skip
+            (times.busy if is_busy else times.quiet).append(core.last_step[1])
+    return times
+
+
+class DiskTimes(NamedTuple):
+    """Bytes a second of the files alone, and of a prompt with the token behind it; its bytes, and computed seconds."""
+
+    files: float
+    prompt: Return
+
+
+def from_disk(machine: Machine, folder: Path) -> DiskTimes:
+    """A prompt from the files of a KV store in ``folder`` after a restart, with nothing of them in memory."""
+    length, store = machine.tokens(32_768), folder / "store"
+    model = write_model(folder / "model", machine)
+    changes = {"model": str(model), "load_format": "auto", "kv_store": str(store), "kv_store_size": "16GiB"}
+    with Engine(**options(machine, length, **changes)) as engine:
+        ids, other = (random_ids(engine, length, seed) for seed in range(2))
+        ask(engine, [other])  # kernels are compiled
+        computed = ask(engine, [ids])
+        wait_for_writes(engine)
+    files = [path for path in store.iterdir() if path.suffix == ".kv"]
+    rates = []
+    for threads in READERS:
+        forget(files)
+        rates.append(read_rate(files, threads))
+    with Engine(**options(machine, length, **changes)) as engine:
+        forget(files)
+        ask(engine, [random_ids(engine, length, 2)])
+        before = engine.stats().host_bytes_fetched
+        seconds = ask(engine, [ids])
+        nbytes = engine.stats().host_bytes_fetched - before
+    return DiskTimes(max(rates), Return("from disk", nbytes, seconds, computed))
+
+
+def wait_for_writes(engine: Engine) -> None:
+    """Waits until a store has had nothing to write for a while."""
+    written = -1
+    while written < (written := engine.stats().store_bytes_written):
+        time.sleep(PAUSE)
+
+
+def write_model(folder: Path, machine: Machine) -> Path:
+    """A checkpoint of random weights, narrow but with the KV heads and layers of the shape, without a tokenizer."""
+    config = SHAPES[machine.shape("qwen3-8b")] | ({} if machine.is_tiny else NARROW)
+    hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = (config[f"num_{name}_heads"] * head for name in ("attention", "key_value"))
+    shapes = {"embed_tokens": (config["vocab_size"], hidden), "norm": (hidden,)}
+    for index in range(config["num_hidden_layers"]):
+        parts = {
+            "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,), "self_attn.q_proj": (queries, hidden),
+            "self_attn.k_proj": (keys, hidden), "self_attn.v_proj": (keys, hidden),
+            "self_attn.o_proj": (hidden, queries), "self_attn.q_norm": (head,), "self_attn.k_norm": (head,),
+            "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
+        }  # fmt: skip
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in parts.items()}
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        f"model.{name}.weight": (0.02 * torch.randn(shape, generator=generator)).to(torch.bfloat16)
+        for name, shape in shapes.items()
+    }
+    folder.mkdir(parents=True)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    return folder
+
+
+def forget(files: list[Path]) -> None:
+    """Has the system keep nothing of ``files`` in memory."""
+    for path in files:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_rate(files: list[Path], threads: int) -> float:
+    """Bytes a second of ``files``, each read in parts by so many threads."""
+    parts = [(path, start) for path in files for start in range(0, path.stat().st_size, READ_NBYTES)]
+
+    def read(part: tuple[Path, int]) -> int:
+        with part[0].open("rb", buffering=0) as file:
+            return os.preadv(file.fileno(), [bytearray(READ_NBYTES)], part[1])
+
+    began = time.perf_counter()
+    with ThreadPoolExecutor(threads) as pool:
+        nbytes = sum(pool.map(read, parts))
+    return nbytes / (time.perf_counter() - began)
