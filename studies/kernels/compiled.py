@@ -87,8 +87,10 @@ POINTERS |= {f"{name}_ptr": "*fp32" for name in FP32}
 POINTERS |= {"memory_ptr": "*u8"} | {
     f"{name}_ptr": "*i64" for name in ("src", "dst", "steps", "finite", "bank_steps", "windows")
 }
-POINTERS |= {f"{name}_ptr": "*bf16" for name in ("z", "b", "a", "written", "forgotten")}  # of a gated delta-net
-POINTERS |= {"decay_ptr": "*fp32", "dt_bias_ptr": "*fp32"}
+POINTERS |= {
+    f"{name}_ptr": "*bf16" for name in ("z", "b", "a", "written", "forgotten", "scores")
+}  # of a gated delta-net
+POINTERS |= {"decay_ptr": "*fp32", "dt_bias_ptr": "*fp32", "kept_ptr": "*fp32"}
 POINTERS |= {"sums_ptr": "*i64", "positions_ptr": "*i64", "sampled_ptr": "*i64"}  # the rest are int32 or pointers to it
 UNFUSED_KERNELS = [seal_kernel, *(kernel for kernel, *_ in sample_variants(TILE))]
 
@@ -232,8 +234,11 @@ def moe_kernels(*, overlap: bool = True) -> Iterator[tuple[str, Any, dict[str, A
         yield f"moe {name}", kernel, constexprs, Tuning(num_warps, constexprs.get("STAGES", 1))
 
 
-def delta_net_kernels(*, overlap: bool = True) -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
-    """Gated delta-net, for the shapes of Qwen3.5 4B and 27B; what reads states, in all formats of them."""
+def delta_net_kernels(*, overlap: bool = True, large: bool = True) -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
+    """Gated delta-net, for the shapes of Qwen3.5 4B and 27B; what reads states, in all formats of them.
+
+    ``large``: for devices with large shared memory.
+    """
     bf16, overlaps = torch.bfloat16, {"OVERLAP": overlap}
     for k_heads, v_heads in ((16, 32), (16, 48)):
         spec, shape = StateSpec(k_heads, v_heads, 128, 128, 4), f"{k_heads}/{v_heads}"
@@ -249,7 +254,7 @@ def delta_net_kernels(*, overlap: bool = True) -> Iterator[tuple[str, Any, dict[
         for stored in (*(spec._replace(format=fmt) for fmt in STATE_FORMATS.values()), mixed):
             name = f"{shape} {stored.format.name}{' mixed' * bool(stored.narrower)}"
             found.append((name, delta_step_kernel, delta_net.delta_step_variant(stored), overlaps))
-            found.append((name, chunk_scan_kernel, delta_net.chunk_scan_variant(stored, bf16), {}))
+            found.append((name, chunk_scan_kernel, delta_net.chunk_scan_variant(stored, bf16, large=large), {}))
         for old, new in combinations(STATE_FORMATS.values(), 2):
             variant = delta_net.narrow_variant(spec._replace(format=old), new, bf16)
             found.append((f"{shape} {old.name} {new.name}", narrow_state_kernel, variant, {}))
