@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-LARGE_SHARED_NBYTES = 200 << 10  # Hopper and Blackwell for data centers have 227 KiB, others 99 to 163
+LARGE_SHARED_NBYTES = 220 << 10  # Hopper and Blackwell for data centers have 227 KiB, others 99 to 163
 
 
 def is_nvidia(device: torch.device) -> bool:

@@ -47,7 +47,10 @@ def conv_chunk_kernel(
     p_chunk = chunks_ptr + tl.program_id(1) * 3
     is_head = part < 2 * HK
     o_c = tl.where(is_head, part * DK, 2 * HK * DK + (part - 2 * HK) * TILE) + tl.arange(0, TILE)
-    m_c = o_c < tl.where(is_head, (part + 1) * DK, C)
+    if DK == TILE and HV * DV % TILE == 0:  # loads of 16 bytes need a mask that is known to be one for all of them
+        m_c = tl.full([TILE], True, tl.int1)
+    else:
+        m_c = o_c < tl.where(is_head, (part + 1) * DK, C)
     factor = tl.where(part < HK, DK**-0.5, 1.0)
     weights = ()
     for i in tl.static_range(W):

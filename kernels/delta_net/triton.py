@@ -22,6 +22,7 @@ from .step_kernels import conv_step_kernel, delta_step_kernel, gated_norm_kernel
 
 CONV_TILE = 256  # channels of a program
 STEP_COLUMNS, SOLVE_COLUMNS = 32, 64  # of a head's values
+SOLVE_REGISTERS = 168  # a thread: three programs then fit a multiprocessor of Hopper, which is worth some spills
 # By the bytes of an element. In 16 bits never fewer: on an H200 products of 128 rows and 32 columns gave wrong sums
 # (Triton 3.6). In 32 bits more do not fit registers.
 SCAN_COLUMNS = {2: 64, 4: 32}
@@ -92,11 +93,13 @@ def delta_net_chunk_triton(
     )
     constexprs, num_warps = chunk_solve_variant(spec, qkv.dtype)
     condensed = written, forgotten, scores, kept
+    large = has_large_shared(qkv.device)
+    registers = {"maxnreg": SOLVE_REGISTERS} if large and qkv.element_size() == 2 else {}
     chunk_solve_kernel[(len(chunks) * spec.num_v_heads,)](
         mixed, b, a, weights.decay, weights.dt_bias, chunks, *condensed, b.stride(0),
-        **constexprs, num_warps=num_warps, num_stages=1, **FUSED,
+        **constexprs, num_warps=num_warps, num_stages=1, **registers, **FUSED,
     )  # fmt: skip
-    constexprs, num_warps = chunk_scan_variant(spec, qkv.dtype, large=has_large_shared(qkv.device))
+    constexprs, num_warps = chunk_scan_variant(spec, qkv.dtype, large=large)
     chunk_scan_kernel[(len(items) * spec.num_v_heads * triton.cdiv(spec.v_dim, constexprs["BLOCK_V"]),)](
         memory, mixed, words, items, *condensed, out, **constexprs, num_warps=num_warps, **FUSED
     )
@@ -153,11 +156,11 @@ def chunk_solve_variant(spec: StateSpec, dtype: torch.dtype) -> tuple[dict[str, 
 
 def chunk_scan_variant(spec: StateSpec, dtype: torch.dtype, *, large: bool) -> tuple[dict[str, Any], int]:
     """Compile-time arguments and warps of ``chunk_scan_kernel``; ``large``: see ``has_large_shared``."""
-    products = {"CHUNK": CHUNK, "PRECISION": _precision(dtype), "STAGES": 2 if large and dtype.itemsize == 2 else 1}
+    products = {"CHUNK": CHUNK, "PRECISION": _precision(dtype), "STAGES": 3 if large and dtype.itemsize == 2 else 1}
     columns = SCAN_COLUMNS[dtype.itemsize]
     blocks = _blocks(spec, columns)
     blocks["BLOCK_V"] = max(blocks["BLOCK_V"], columns)
-    return {**_heads(spec), **blocks, **products, "FORMATS": _formats(spec)}, 8
+    return {**_heads(spec), **blocks, **products, "FORMATS": _formats(spec)}, 4 if dtype.itemsize == 2 else 8
 
 
 def narrow_variant(spec: StateSpec, new: StateFormat, dtype: torch.dtype) -> tuple[dict[str, Any], int]:

@@ -216,9 +216,9 @@ def prefill_variant(
     """Compile-time arguments (but for the launch's place in the order) and launch parameters; dense pages."""
     shape, dtype = page.k.shape, _dense_dtype(page.k)
     block_d = max(16, triton.next_power_of_2(shape.head_dim))
-    tuning, tail_stages = tuning or TUNING, TAIL_STAGES
+    tuning = tuning or TUNING
     if block_d == 256 and block_m >= LARGE_BLOCK_M and dtype.itemsize == 2:
-        tuning, tail_stages = LARGE_TUNING, 1
+        tuning = LARGE_TUNING
     elif block_d > 128 or dtype == torch.float32:  # larger tiles do not fit shared memory and registers
         tuning = replace(tuning, num_warps=8, num_stages=min(4, tuning.num_stages), tile=32)
     if block_d > 256:
@@ -236,7 +236,7 @@ def prefill_variant(
         "BLOCK_D": block_d,
         "TILE": tuning.tile,
         "STAGES": tuning.num_stages,
-        "TAIL_STAGES": min(tail_stages, tuning.num_stages),
+        "TAIL_STAGES": min(TAIL_STAGES, tuning.num_stages),
         "WINDOW": window,
         "SOFTCAP": softcap,
     }
