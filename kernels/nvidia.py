@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -19,4 +20,5 @@ def has_large_shared(device: torch.device) -> bool:
     """Whether a program may have ``LARGE_SHARED_NBYTES`` of shared memory."""
     if not is_nvidia(device):
         return False
-    return bool(torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= LARGE_SHARED_NBYTES)
+    properties: Any = torch.cuda.get_device_properties(device)
+    return bool(properties.shared_memory_per_block_optin >= LARGE_SHARED_NBYTES)

@@ -78,7 +78,8 @@ class PrefillWork:
         # NumPy from here on: on arrays of this size torch wakes its threads, which takes longer than the work.
         row, tokens, first, chunk = _tiles(starts.numpy(), counts.numpy(), tile_tokens)
         key, position, is_first = keys.numpy()[chunk], positions.numpy()[chunk], order.numpy()[chunk] == 0
-        seen, passed = position < (first + tokens)[:, None], np.False_
+        seen = position < (first + tokens)[:, None]
+        passed = np.zeros_like(seen)
         if window is not None:
             block_ends = block_positions(order + 1, sink_tokens, block_tokens).numpy()[chunk]
             passed = block_ends <= (first + 1 - window)[:, None]
