@@ -156,11 +156,12 @@ def chunk_solve_variant(spec: StateSpec, dtype: torch.dtype) -> tuple[dict[str, 
 
 def chunk_scan_variant(spec: StateSpec, dtype: torch.dtype, *, large: bool) -> tuple[dict[str, Any], int]:
     """Compile-time arguments and warps of ``chunk_scan_kernel``; ``large``: see ``has_large_shared``."""
-    products = {"CHUNK": CHUNK, "PRECISION": _precision(dtype), "STAGES": 3 if large and dtype.itemsize == 2 else 1}
+    is_staged = large and dtype.itemsize == 2
+    products = {"CHUNK": CHUNK, "PRECISION": _precision(dtype), "STAGES": 3 if is_staged else 1}
     columns = SCAN_COLUMNS[dtype.itemsize]
     blocks = _blocks(spec, columns)
     blocks["BLOCK_V"] = max(blocks["BLOCK_V"], columns)
-    return {**_heads(spec), **blocks, **products, "FORMATS": _formats(spec)}, 4 if dtype.itemsize == 2 else 8
+    return {**_heads(spec), **blocks, **products, "FORMATS": _formats(spec)}, 4 if is_staged else 8
 
 
 def narrow_variant(spec: StateSpec, new: StateFormat, dtype: torch.dtype) -> tuple[dict[str, Any], int]:
