@@ -11,7 +11,6 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from qkv_engine.kernels.delta_net import DeltaWeights, StateSpec, gated_rms_norm
-from qkv_engine.kernels.linear import linear
 
 from .attention import AttentionBatch
 from .config import FULL, ModelConfig, read_num_layers
@@ -22,9 +21,6 @@ from .weights.scheme import UNQUANTIZED
 
 LINEAR = "linear_attention"  # the kind of layers with states, by its name in ``layer_types``
 _MAX_HEADS = 1024
-# Tokens of a step up to which the gates' few columns come with those of the input projection, which costs next to
-# nothing. With more the product is a third slower: its columns are then no multiple of its tiles.
-MAX_MERGED_ROWS = 256
 
 
 class StateBatch(AttentionBatch, Protocol):
@@ -171,8 +167,6 @@ class DeltaNet(Layer):
         channels, values = self.spec.num_channels, self.spec.num_v_heads * self.spec.v_dim
         if self.gates is not None:
             projected, gates = self.in_proj(x), self.gates(x)
-        elif len(x) > MAX_MERGED_ROWS and isinstance(self.in_proj.weight, Tensor):
-            projected, gates = (linear(x, weight) for weight in self.in_proj.weight.tensor_split((channels + values,)))
         else:
             projected, gates = self.in_proj(x).tensor_split((channels + values,), dim=-1)
         qkv, z = projected.split((channels, values), dim=-1)

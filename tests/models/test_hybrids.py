@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -21,8 +20,7 @@ from qkv_engine.config import EngineConfig
 from qkv_engine.device.cpu.states import CpuStates
 from qkv_engine.kernels.delta_net import StateSpec
 from qkv_engine.kv.moves import MoveCommand
-from qkv_engine.models import delta_net
-from qkv_engine.models.loader import find_model, load_weights
+from qkv_engine.models.loader import find_model
 from qkv_engine.presets import resolve_kv
 from qkv_engine.serving.submission import Submission
 
@@ -337,19 +335,3 @@ def test_states_move_while_memory_shrinks(folder: Path) -> None:
     found = [submission.stream.get(0).token_ids for submission in load]
     assert moved and found[1::2] == expected[1::2]
     core.space.tables.check_integrity()
-
-
-def test_gates_of_many_tokens_are_products_of_their_own(
-    folder: Path, logits_of: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Up to ``MAX_MERGED_ROWS`` they come with the input projection, whose weight has their rows either way."""
-    source = find_model(str(folder))
-    loaded = load_weights(source, dtype=torch.float32, device=torch.device("cpu"), pack=False)
-    ids = torch.tensor(prompts(1, most=60)[0])
-    monkeypatch.setattr(delta_net, "MAX_MERGED_ROWS", len(ids))
-    merged = logits_of(loaded, ids)
-    sizes = list[torch.Size]()
-    monkeypatch.setattr(delta_net, "MAX_MERGED_ROWS", len(ids) - 1)
-    monkeypatch.setattr(delta_net, "linear", lambda x, weight: sizes.append(weight.shape) or F.linear(x, weight))
-    torch.testing.assert_close(logits_of(loaded, ids), merged)
-    assert len(sizes) == 2 * len(loaded.config.states)
