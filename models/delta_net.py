@@ -17,6 +17,7 @@ from .config import FULL, ModelConfig, read_num_layers
 from .fields import Fields
 from .layers import CheckpointRows, Layer, Linear, Norm, Projection, RowParallelLinear, empty_weight
 from .ranks import ALONE, Part, Ranks
+from .weights.scheme import UNQUANTIZED
 
 LINEAR = "linear_attention"  # the kind of layers with states, by its name in ``layer_types``
 _MAX_HEADS = 1024
@@ -125,8 +126,13 @@ class DeltaNet(Layer):
         spec = config.states[layer]
         self.layer, self.whole, self.spec = layer, spec, spec.share(ranks.size)
         self.k_heads, self.v_heads = ranks.part(spec.num_k_heads), ranks.part(spec.num_v_heads)
-        self.in_proj = PiecewiseLinear(config.hidden_size, self.input_pieces())
-        self.gates = PiecewiseLinear(config.hidden_size, self.gate_pieces())
+        pieces, gates = self.input_pieces(), self.gate_pieces()
+        self.gates: PiecewiseLinear | None = None
+        if config.weights == UNQUANTIZED:  # else the gates may have another format
+            pieces += gates
+        else:
+            self.gates = PiecewiseLinear(config.hidden_size, gates)
+        self.in_proj = PiecewiseLinear(config.hidden_size, pieces)
         self.conv = empty_weight(self.spec.num_channels, spec.conv_width)
         self.A_log, self.dt_bias = empty_weight(self.v_heads.size), empty_weight(self.v_heads.size)
         self.norm = GatedRMSNorm("norm", spec.v_dim, config.norm_eps)
@@ -158,8 +164,12 @@ class DeltaNet(Layer):
 
     def forward(self, x: Tensor, batch: StateBatch) -> Tensor:
         """x and result [N, E]."""
-        projected, gates = self.in_proj(x), self.gates(x)
-        qkv, z = projected.split((self.spec.num_channels, self.spec.num_v_heads * self.spec.v_dim), dim=-1)
+        channels, values = self.spec.num_channels, self.spec.num_v_heads * self.spec.v_dim
+        if self.gates is not None:
+            projected, gates = self.in_proj(x), self.gates(x)
+        else:
+            projected, gates = self.in_proj(x).tensor_split((channels + values,), dim=-1)
+        qkv, z = projected.split((channels, values), dim=-1)
         b, a = gates.chunk(2, dim=-1)
         mixed = batch.delta_net(self.layer, qkv, b, a, self.weights)
         normed = self.norm(mixed, z.unflatten(-1, mixed.shape[1:]))

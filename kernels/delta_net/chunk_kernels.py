@@ -6,46 +6,71 @@ import triton
 import triton.language as tl
 
 from .format_kernels import conv_of, load_state, store_state
-from .step_kernels import load_unit, log_kept, silu
+from .step_kernels import log_kept, silu, unit
+
+
+@triton.jit
+def conv_rows(
+    x_ptr, p_conv, weights, o_t, begin, end, o_c, m_c, stride_x,
+    W: tl.constexpr, WITH_OLD: tl.constexpr,
+):  # fmt: skip
+    """Some rows of the short convolution [ROWS, TILE], and SiLU; ``WITH_OLD``: the state has those before ``begin``."""
+    b_sum = tl.zeros([o_t.shape[0], o_c.shape[0]], dtype=tl.float32)
+    for i in tl.static_range(W):
+        o_row = o_t + (i - W + 1)
+        m_here = ((o_t < end) & (o_row >= begin))[:, None] & m_c[None, :]
+        p_x = x_ptr + o_row.to(tl.int64)[:, None] * stride_x + o_c[None, :]
+        b_x = tl.load(p_x, mask=m_here, other=0.0).to(tl.float32)
+        if WITH_OLD and i < W - 1:
+            m_old = ((o_t < end) & (o_row < begin))[:, None] & m_c[None, :]
+            p_old = p_conv + o_c[None, :] * (W - 1) + (o_row - begin + (W - 1))[:, None]
+            b_x += tl.load(p_old, mask=m_old, other=0.0).to(tl.float32)
+        b_sum += b_x * weights[i][None, :]
+    return silu(b_sum)
 
 
 @triton.jit
 def conv_chunk_kernel(
     memory_ptr, x_ptr, weight_ptr, words_ptr, items_ptr, chunks_ptr, out_ptr, stride_x,
-    C: tl.constexpr, W: tl.constexpr, CONVS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, W: tl.constexpr, CONVS: tl.constexpr,
+    TILE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The short convolution of a tile of channels in one chunk, ROWS tokens at a time.
+    """The short convolution of a chunk: heads of q and k, which come out with length 1, or a tile of v's channels.
 
+    q is scaled by the root of 1 / DK as well. ROWS tokens are computed at a time, at least W - 1.
     Shapes:  x [N, C], rows ``stride_x`` apart;  weight [C, W];  words [I];  items [I, 4];  chunks [M, 3];
              out [N, C];  conv, ``CONVS`` bytes into a state: [C, W - 1]
-    Grid:    (M * cdiv(C, TILE),)
+    Grid:    (2 HK + cdiv(HV DV, TILE), M); TILE is at least DK
     """
-    TILES: tl.constexpr = (C + TILE - 1) // TILE
-    p_chunk = chunks_ptr + tl.program_id(0) // TILES * 3
-    o_c = tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)
-    m_c = o_c < C
+    C: tl.constexpr = 2 * HK * DK + HV * DV
+    part = tl.program_id(0)
+    p_chunk = chunks_ptr + tl.program_id(1) * 3
+    is_head = part < 2 * HK
+    o_c = tl.where(is_head, part * DK, 2 * HK * DK + (part - 2 * HK) * TILE) + tl.arange(0, TILE)
+    if DK == TILE and HV * DV % TILE == 0:  # loads of 16 bytes need a mask that is known to be one for all of them
+        m_c = tl.full([TILE], True, tl.int1)
+    else:
+        m_c = o_c < tl.where(is_head, (part + 1) * DK, C)
+    factor = tl.where(part < HK, DK**-0.5, 1.0)
     weights = ()
     for i in tl.static_range(W):
         weights += (tl.load(weight_ptr + o_c * W + i, mask=m_c, other=0.0).to(tl.float32),)  # type: ignore[assignment]
     first, number, item = tl.load(p_chunk), tl.load(p_chunk + 1), tl.load(p_chunk + 2)
     begin, is_first = tl.load(items_ptr + item * 4), tl.load(items_ptr + item * 4 + 2)
     p_state = conv_of(memory_ptr, tl.load(words_ptr + item), CONVS)
-    p_conv = p_state.to(tl.pointer_type(x_ptr.dtype.element_ty)) + o_c[None, :] * (W - 1)
+    p_conv = p_state.to(tl.pointer_type(x_ptr.dtype.element_ty))
     end = first + number
     for start in range(first, end, ROWS):
         o_t = start + tl.arange(0, ROWS)
-        b_sum = tl.zeros([ROWS, TILE], dtype=tl.float32)
-        for i in tl.static_range(W):
-            o_row = o_t + (i - W + 1)
-            m_here = ((o_t < end) & (o_row >= begin))[:, None] & m_c[None, :]
-            p_x = x_ptr + o_row.to(tl.int64)[:, None] * stride_x + o_c[None, :]
-            b_x = tl.load(p_x, mask=m_here, other=0.0).to(tl.float32)
-            if start == begin and is_first == 0 and i < W - 1:
-                m_old = ((o_t < end) & (o_row < begin))[:, None] & m_c[None, :]
-                b_x += tl.load(p_conv + (o_row - begin + (W - 1))[:, None], mask=m_old, other=0.0).to(tl.float32)
-            b_sum += b_x * weights[i][None, :]
+        if (start == begin) & (is_first == 0):
+            b_out = conv_rows(x_ptr, p_conv, weights, o_t, begin, end, o_c, m_c, stride_x, W, True)
+        else:
+            b_out = conv_rows(x_ptr, p_conv, weights, o_t, begin, end, o_c, m_c, stride_x, W, False)
+        b_out = b_out.to(out_ptr.dtype.element_ty)
+        if is_head:
+            b_out = (unit(b_out.to(tl.float32)) * factor).to(out_ptr.dtype.element_ty)
         p_out = out_ptr + o_t.to(tl.int64)[:, None] * C + o_c[None, :]
-        tl.store(p_out, silu(b_sum).to(out_ptr.dtype.element_ty), mask=(o_t < end)[:, None] & m_c[None, :])
+        tl.store(p_out, b_out, mask=(o_t < end)[:, None] & m_c[None, :])
 
 
 @triton.jit
@@ -75,89 +100,83 @@ def conv_state_kernel(
 
 
 @triton.jit
-def load_gates(b_ptr, a_ptr, decay, dt_bias, o_row, m_t, stride_gate):
-    """beta, and the sums of g up to each token and over all, of the tokens of a chunk in one head."""
-    o_gate = o_row * stride_gate
-    b_beta = 1.0 / (1.0 + tl.exp(-tl.load(b_ptr + o_gate, mask=m_t, other=0.0).to(tl.float32)))
-    b_g = log_kept(tl.load(a_ptr + o_gate, mask=m_t, other=0.0), decay, dt_bias)
-    b_g = tl.where(m_t, b_g, 0.0)
-    return tl.where(m_t, b_beta, 0.0), tl.cumsum(b_g, 0), tl.sum(b_g, 0)
-
-
-@triton.jit
-def product(b_left, b_right, PRECISION: tl.constexpr):
-    """A product whose right side is rounded to the type of the left one; float32 sums."""
-    return tl.dot(b_left, b_right.to(b_left.dtype), input_precision=PRECISION)
-
-
-@triton.jit
 def inverse(b_lower, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     """The inverse of I less a matrix [CHUNK, CHUNK] of zeros on and above its diagonal.
 
-    Blocks on the diagonal by forward substitution, side by side. With D, their inverses, and T = D times what is below
-    the blocks, of which the fourth power is 0, the whole is (I + T + T^2 + T^3) D.
+    That of its blocks on the diagonal, each time of twice the size. With D, the inverses of blocks, and E, what is
+    below them in the blocks of twice the size, those are (D^-1 - E)^-1 = D + D E D, since E D E is 0.
     """
-    SIDE: tl.constexpr = CHUNK // 4
-    o_b, o_s, o_t = tl.arange(0, 4), tl.arange(0, SIDE), tl.arange(0, CHUNK)
-    is_same = (o_b[:, None] == o_b[None, :])[:, None, :, None]
-    b_blocks = tl.sum(tl.where(is_same, tl.reshape(b_lower, (4, SIDE, 4, SIDE)), 0.0), 2)
-    for i in range(1, SIDE):  # rows before i are those of the inverse, but for its ones
-        b_row = tl.sum(tl.where((o_s == i)[None, :, None], b_blocks, 0.0), 1)
-        b_row += tl.sum(b_row[:, :, None] * b_blocks, 1)
-        b_blocks = tl.where((o_s == i)[None, :, None], b_row[:, None, :], b_blocks)
-    b_blocks = tl.where((o_s[:, None] == o_s[None, :])[None, :, :], 1.0, b_blocks)
-    b_d = tl.reshape(tl.where(is_same, b_blocks[:, :, None, :], 0.0), (CHUNK, CHUNK))
-    is_block = (o_t // SIDE)[:, None] == (o_t // SIDE)[None, :]
-    b_t = tl.dot(b_d, tl.where(is_block, 0.0, b_lower), input_precision=PRECISION)
-    b_powers = b_t + tl.dot(b_t, b_t, input_precision=PRECISION)
-    b_powers = b_t + tl.dot(b_t, b_powers, input_precision=PRECISION)
-    return b_d + tl.dot(b_powers, b_d, input_precision=PRECISION)
+    o_t = tl.arange(0, CHUNK)
+    b_within = tl.where((o_t // 2)[:, None] == (o_t // 2)[None, :], b_lower, 0.0)
+    b_inverse = tl.where(o_t[:, None] == o_t[None, :], 1.0, b_within)
+    SIZES: tl.constexpr = (2, 4, 8, 16, 32)
+    tl.static_assert(CHUNK == 64)
+    for i in tl.static_range(len(SIZES)):
+        o_small, o_large = o_t // SIZES[i], o_t // (2 * SIZES[i])
+        is_below = (o_large[:, None] == o_large[None, :]) & (o_small[:, None] != o_small[None, :])
+        b_below = tl.where(is_below, b_lower, 0.0)
+        b_below = tl.dot(b_inverse, b_below, input_precision=PRECISION)
+        b_inverse += tl.dot(b_below, b_inverse, input_precision=PRECISION)
+    return b_inverse
 
 
 @triton.jit
 def chunk_solve_kernel(
-    x_ptr, b_ptr, a_ptr, decay_ptr, dt_bias_ptr, chunks_ptr, written_ptr, forgotten_ptr, stride_gate,
+    x_ptr, b_ptr, a_ptr, decay_ptr, dt_bias_ptr, chunks_ptr, written_ptr, forgotten_ptr, scores_ptr, kept_ptr,
+    stride_gate,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What a chunk writes into a zero state, and what it takes of the state before it: ``written - forgotten S``.
+    """All of a chunk that does not depend on the state before it.
 
-    Both are the rows of (I + lower(beta K K' D))^-1, applied to beta V and to beta exp(G) K; see ``cpu.delta_rule``.
-    Shapes:  x [N, 2 HK DK + HV DV];  b, a [N, HV], rows ``stride_gate`` apart;  chunks [M, 3];
-             written [M, HV, CHUNK, DV];  forgotten [M, HV, CHUNK, DK]
+    It writes ``written - forgotten S`` to a state S: the rows of (I + lower(beta K K' D))^-1, applied to beta V and to
+    beta exp(G) K; see ``cpu.delta_rule``. Its outputs see its own writes by ``scores`` = lower(Q K' D).
+    Shapes:  x [N, 2 HK DK + HV DV], of ``conv_chunk_kernel``;  b, a [N, HV], rows ``stride_gate`` apart;
+             chunks [M, 3];  written [M, HV, CHUNK, DV];  forgotten [M, HV, CHUNK, DK];
+             scores [M, HV, CHUNK, CHUNK];  kept [M, HV, CHUNK] float32, G, the log of what a state keeps up to a token
     Grid:    (M * HV,)
     """
     i_m, i_h = (tl.program_id(0) // HV).to(tl.int64), tl.program_id(0) % HV
     first, number = tl.load(chunks_ptr + i_m * 3), tl.load(chunks_ptr + i_m * 3 + 1)
     o_t, o_k, o_v = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     o_row, m_t = (first + o_t).to(tl.int64), o_t < number
-    decay, dt_bias = tl.load(decay_ptr + i_h), tl.load(dt_bias_ptr + i_h)
-    b_beta, b_total, _ = load_gates(b_ptr + i_h, a_ptr + i_h, decay, dt_bias, o_row, m_t, stride_gate)
+    m_k = m_t[:, None] & (o_k < DK)[None, :]
     p_x = x_ptr + o_row[:, None] * (2 * HK * DK + HV * DV)
-    p_k = p_x + (HK + i_h // (HV // HK)) * DK + o_k[None, :]
-    b_k = load_unit(p_k, m_t[:, None] & (o_k < DK)[None, :])
-    is_lower = o_t[:, None] > o_t[None, :]
-    b_decay = tl.exp(tl.where(is_lower, b_total[:, None] - b_total[None, :], -float("inf")))
-    b_lower = -b_beta[:, None] * tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION) * b_decay
-    b_rows = inverse(b_lower, CHUNK, PRECISION)
-    b_forgotten = tl.dot(b_rows, b_k * (b_beta * tl.exp(b_total))[:, None], input_precision=PRECISION)
-    p_forgotten = forgotten_ptr + ((i_m * HV + i_h) * CHUNK + o_t[:, None]) * DK + o_k[None, :]
-    tl.store(p_forgotten, b_forgotten.to(forgotten_ptr.dtype.element_ty), mask=(o_k < DK)[None, :])
+    p_q = p_x + i_h // (HV // HK) * DK + o_k[None, :]
+    b_q = tl.load(p_q, mask=m_k, other=0.0)
+    b_k = tl.load(p_q + HK * DK, mask=m_k, other=0.0)
+    TYPE: tl.constexpr = x_ptr.dtype.element_ty
+    o_gate = o_row * stride_gate + i_h
+    b_beta = 1.0 / (1.0 + tl.exp(-tl.load(b_ptr + o_gate, mask=m_t, other=0.0).to(tl.float32)))
+    b_beta = tl.where(m_t, b_beta, 0.0)
+    decay, dt_bias = tl.load(decay_ptr + i_h), tl.load(dt_bias_ptr + i_h)
+    b_kept = tl.cumsum(tl.where(m_t, log_kept(tl.load(a_ptr + o_gate, mask=m_t, other=0.0), decay, dt_bias), 0.0), 0)
+    o_chunk = (i_m * HV + i_h) * CHUNK + o_t
+    tl.store(kept_ptr + o_chunk, b_kept)
+    is_seen = o_t[:, None] >= o_t[None, :]
+    b_decay = tl.exp(tl.where(is_seen, b_kept[:, None] - b_kept[None, :], -float("inf")))
+    b_scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * b_decay
+    tl.store(scores_ptr + o_chunk[:, None] * CHUNK + o_t[None, :], b_scores.to(TYPE))
+    b_products = tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION) * b_decay
+    b_lower = tl.where(o_t[:, None] > o_t[None, :], -b_beta[:, None] * b_products, 0.0)
+    b_rows = inverse(b_lower, CHUNK, PRECISION) * b_beta[None, :]
+    b_forgotten = tl.dot((b_rows * tl.exp(b_kept)[None, :]).to(TYPE), b_k, input_precision=PRECISION)
+    p_forgotten = forgotten_ptr + o_chunk[:, None] * DK + o_k[None, :]
+    tl.store(p_forgotten, b_forgotten.to(TYPE), mask=(o_k < DK)[None, :])
+    b_rows = b_rows.to(TYPE)
     for start in range(0, DV, BLOCK_V):
-        m_v = start + o_v < DV
+        m_v = (start + o_v < DV)[None, :]
         p_v = p_x + 2 * HK * DK + i_h * DV + start + o_v[None, :]
-        b_v = tl.load(p_v, mask=m_t[:, None] & m_v[None, :], other=0.0).to(tl.float32)
-        b_written = tl.dot(b_rows, b_v * b_beta[:, None], input_precision=PRECISION)
-        p_written = written_ptr + ((i_m * HV + i_h) * CHUNK + o_t[:, None]) * DV + start + o_v[None, :]
-        tl.store(p_written, b_written.to(written_ptr.dtype.element_ty), mask=m_v[None, :])
+        b_v = tl.load(p_v, mask=m_t[:, None] & m_v, other=0.0)
+        b_written = tl.dot(b_rows, b_v, input_precision=PRECISION)
+        tl.store(written_ptr + o_chunk[:, None] * DV + start + o_v[None, :], b_written.to(TYPE), mask=m_v)
 
 
 @triton.jit
 def chunk_scan_kernel(
-    memory_ptr, x_ptr, b_ptr, a_ptr, decay_ptr, dt_bias_ptr, words_ptr, items_ptr, written_ptr, forgotten_ptr,
-    out_ptr, stride_gate,
+    memory_ptr, x_ptr, words_ptr, items_ptr, written_ptr, forgotten_ptr, scores_ptr, kept_ptr, out_ptr,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     FORMATS: tl.constexpr,
 ):  # fmt: skip
     """Some columns of one value head's state pass all chunks of a request, which read it and write it.
@@ -170,30 +189,30 @@ def chunk_scan_kernel(
     i_h, item = tl.program_id(0) // TILES % HV, tl.program_id(0) // (TILES * HV)
     o_t, o_k = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     o_v = tl.program_id(0) % TILES * BLOCK_V + tl.arange(0, BLOCK_V)
-    m_k, m_v = o_k < DK, o_v < DV
+    m_k, m_v = (o_k < DK)[None, :], (o_v < DV)[None, :]
     p_item = items_ptr + item * 4
     first, number, is_first, i_m = tl.load(p_item), tl.load(p_item + 1), tl.load(p_item + 2), tl.load(p_item + 3)
-    decay, dt_bias = tl.load(decay_ptr + i_h), tl.load(dt_bias_ptr + i_h)
     word = tl.load(words_ptr + item)
     TYPE: tl.constexpr = x_ptr.dtype.element_ty
     b_state = load_state(memory_ptr, word, i_h, o_k, o_v, tl.where(is_first == 0, DK, 0), DV, DK, DV, FORMATS)
-    is_seen = o_t[:, None] >= o_t[None, :]
-    for start in range(0, number, CHUNK):
-        o_row, m_t = (first + start + o_t).to(tl.int64), start + o_t < number
-        _, b_total, last = load_gates(b_ptr + i_h, a_ptr + i_h, decay, dt_bias, o_row, m_t, stride_gate)
-        o_chunk = ((i_m + start // CHUNK).to(tl.int64) * HV + i_h) * CHUNK + o_t[:, None]
-        b_forgotten = tl.load(forgotten_ptr + o_chunk * DK + o_k[None, :], mask=m_k[None, :], other=0.0)
-        b_new = tl.load(written_ptr + o_chunk * DV + o_v[None, :], mask=m_v[None, :], other=0.0).to(tl.float32)
-        b_new -= product(b_forgotten, b_state, PRECISION)
-        p_q = x_ptr + o_row[:, None] * (2 * HK * DK + HV * DV) + i_h // (HV // HK) * DK + o_k[None, :]
-        m_q = m_t[:, None] & m_k[None, :]
-        b_q, b_k = (load_unit(p_q, m_q) * (DK**-0.5)).to(TYPE), load_unit(p_q + HK * DK, m_q).to(TYPE)
-        b_scores = product(b_q, tl.trans(b_k), PRECISION)
-        b_scores *= tl.exp(tl.where(is_seen, b_total[:, None] - b_total[None, :], -float("inf")))
-        b_out = product(b_q, b_state, PRECISION) * tl.exp(b_total)[:, None]
-        b_out += product(b_scores.to(TYPE), b_new, PRECISION)
-        p_out = out_ptr + (o_row[:, None] * HV + i_h) * DV + o_v[None, :]
-        tl.store(p_out, b_out.to(out_ptr.dtype.element_ty), mask=m_t[:, None] & m_v[None, :])
-        b_new *= tl.exp(last - b_total)[:, None]
-        b_state = b_state * tl.exp(last) + product(tl.trans(b_k), b_new, PRECISION)
+    for i in tl.range(0, (number + CHUNK - 1) // CHUNK, num_stages=STAGES):
+        m_t = (i * CHUNK + o_t < number)[:, None]
+        o_row = (first + i * CHUNK + o_t).to(tl.int64)[:, None]
+        p_chunk = ((i_m + i).to(tl.int64) * HV + i_h) * CHUNK
+        o_chunk = p_chunk + o_t[:, None]
+        p_q = x_ptr + o_row * (2 * HK * DK + HV * DV) + i_h // (HV // HK) * DK + o_k[None, :]
+        b_q = tl.load(p_q, mask=m_t & m_k, other=0.0)
+        b_k = tl.load(p_q + HK * DK, mask=m_t & m_k, other=0.0)
+        b_forgotten = tl.load(forgotten_ptr + o_chunk * DK + o_k[None, :], mask=m_k, other=0.0)
+        b_written = tl.load(written_ptr + o_chunk * DV + o_v[None, :], mask=m_v, other=0.0)
+        b_scores = tl.load(scores_ptr + o_chunk * CHUNK + o_t[None, :])
+        b_kept, last = tl.load(kept_ptr + p_chunk + o_t), tl.load(kept_ptr + p_chunk + CHUNK - 1)
+        b_narrow = b_state.to(TYPE)
+        b_new = b_written.to(tl.float32) - tl.dot(b_forgotten, b_narrow, input_precision=PRECISION)
+        b_out = tl.dot(b_q, b_narrow, input_precision=PRECISION) * tl.exp(b_kept)[:, None]
+        b_out = tl.dot(b_scores, b_new.to(TYPE), b_out, input_precision=PRECISION)
+        b_new = (b_new * tl.exp(last - b_kept)[:, None]).to(TYPE)
+        b_state = tl.dot(tl.trans(b_k), b_new, b_state * tl.exp(last), input_precision=PRECISION)
+        p_out = out_ptr + (o_row * HV + i_h) * DV + o_v[None, :]
+        tl.store(p_out, b_out.to(TYPE), mask=m_t & m_v)
     store_state(memory_ptr, word, b_state, i_h, o_k, o_v, DK, DV, DK, DV, FORMATS)

@@ -14,7 +14,12 @@ NORM_EPS = tl.constexpr(1e-6)  # as in reference.py
 @triton.jit
 def load_unit(x_ptr, m_x):
     """The last dimension of a block, in float32 with length 1."""
-    b_x = tl.load(x_ptr, mask=m_x, other=0.0).to(tl.float32)
+    return unit(tl.load(x_ptr, mask=m_x, other=0.0).to(tl.float32))
+
+
+@triton.jit
+def unit(b_x):
+    """The last dimension of a float32 block with length 1."""
     AXIS: tl.constexpr = len(b_x.shape) - 1
     return b_x * tl.rsqrt(tl.sum(b_x * b_x, AXIS, keep_dims=True) + NORM_EPS)
 

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..fusion import FUSED, UNFUSED
+from ..nvidia import has_large_shared
 from ..overlap import overlap_options
 from .chunk_kernels import chunk_scan_kernel, chunk_solve_kernel, conv_chunk_kernel, conv_state_kernel
 from .cpu import CHUNK
@@ -21,6 +22,7 @@ from .step_kernels import conv_step_kernel, delta_step_kernel, gated_norm_kernel
 
 CONV_TILE = 256  # channels of a program
 STEP_COLUMNS, SOLVE_COLUMNS = 32, 64  # of a head's values
+SOLVE_REGISTERS = 168  # a thread: three programs then fit a multiprocessor of Hopper, which is worth some spills
 # By the bytes of an element. In 16 bits never fewer: on an H200 products of 128 rows and 32 columns gave wrong sums
 # (Triton 3.6). In 32 bits more do not fit registers.
 SCAN_COLUMNS = {2: 64, 4: 32}
@@ -77,9 +79,11 @@ def delta_net_chunk_triton(
     mixed, dims = _empty_like_rows(qkv), (spec.num_v_heads, CHUNK)
     written = qkv.new_empty(len(chunks), *dims, spec.v_dim)
     forgotten = qkv.new_empty(len(chunks), *dims, spec.k_dim)
+    scores = qkv.new_empty(len(chunks), *dims, CHUNK)
+    kept = qkv.new_empty(len(chunks), *dims, dtype=torch.float32)
     constexprs, num_warps = conv_chunk_variant(spec)
-    tiles = triton.cdiv(spec.num_channels, constexprs["TILE"])
-    conv_chunk_kernel[(len(chunks) * tiles,)](
+    parts = 2 * spec.num_k_heads + triton.cdiv(spec.num_v_heads * spec.v_dim, constexprs["TILE"])
+    conv_chunk_kernel[(parts, len(chunks))](
         memory, qkv, weights.conv, words, items, chunks, mixed, qkv.stride(0),
         **constexprs, num_warps=num_warps, **FUSED,
     )  # fmt: skip
@@ -87,16 +91,18 @@ def delta_net_chunk_triton(
     conv_state_kernel[(len(items) * triton.cdiv(spec.num_channels, constexprs["TILE"]),)](
         memory, qkv, words, items, qkv.stride(0), **constexprs, num_warps=num_warps, **FUSED
     )
-    gates = b, a, weights.decay, weights.dt_bias
     constexprs, num_warps = chunk_solve_variant(spec, qkv.dtype)
+    condensed = written, forgotten, scores, kept
+    large = has_large_shared(qkv.device)
+    registers = {"maxnreg": SOLVE_REGISTERS} if large and qkv.element_size() == 2 else {}
     chunk_solve_kernel[(len(chunks) * spec.num_v_heads,)](
-        mixed, *gates, chunks, written, forgotten, b.stride(0), **constexprs, num_warps=num_warps, num_stages=1, **FUSED
-    )
-    constexprs, num_warps = chunk_scan_variant(spec, qkv.dtype)
-    chunk_scan_kernel[(len(items) * spec.num_v_heads * triton.cdiv(spec.v_dim, constexprs["BLOCK_V"]),)](
-        memory, mixed, *gates, words, items, written, forgotten, out, b.stride(0),
-        **constexprs, num_warps=num_warps, num_stages=1, **FUSED,
+        mixed, b, a, weights.decay, weights.dt_bias, chunks, *condensed, b.stride(0),
+        **constexprs, num_warps=num_warps, num_stages=1, **registers, **FUSED,
     )  # fmt: skip
+    constexprs, num_warps = chunk_scan_variant(spec, qkv.dtype, large=large)
+    chunk_scan_kernel[(len(items) * spec.num_v_heads * triton.cdiv(spec.v_dim, constexprs["BLOCK_V"]),)](
+        memory, mixed, words, items, *condensed, out, **constexprs, num_warps=num_warps, **FUSED
+    )
 
 
 def narrow_states_triton(
@@ -129,7 +135,8 @@ def conv_step_variant(spec: StateSpec) -> tuple[dict[str, Any], int]:
 
 def conv_chunk_variant(spec: StateSpec) -> tuple[dict[str, Any], int]:
     """Compile-time arguments and warps of ``conv_chunk_kernel``."""
-    return {**_conv(spec), "TILE": 64, "ROWS": 16}, 4
+    conv = {**_heads(spec), "W": spec.conv_width, "CONVS": _conv(spec)["CONVS"]}
+    return {**conv, "TILE": max(64, triton.next_power_of_2(spec.k_dim)), "ROWS": 16}, 4
 
 
 def conv_state_variant(spec: StateSpec) -> tuple[dict[str, Any], int]:
@@ -144,16 +151,17 @@ def delta_step_variant(spec: StateSpec) -> tuple[dict[str, Any], int]:
 
 def chunk_solve_variant(spec: StateSpec, dtype: torch.dtype) -> tuple[dict[str, Any], int]:
     """Compile-time arguments and warps of ``chunk_solve_kernel``."""
-    return {**_heads(spec), **_blocks(spec, SOLVE_COLUMNS), "CHUNK": CHUNK, "PRECISION": _precision(dtype)}, 8
+    return {**_heads(spec), **_blocks(spec, SOLVE_COLUMNS), "CHUNK": CHUNK, "PRECISION": _precision(dtype)}, 4
 
 
-def chunk_scan_variant(spec: StateSpec, dtype: torch.dtype) -> tuple[dict[str, Any], int]:
-    """Compile-time arguments and warps of ``chunk_scan_kernel``."""
-    products = {"CHUNK": CHUNK, "PRECISION": _precision(dtype)}
+def chunk_scan_variant(spec: StateSpec, dtype: torch.dtype, *, large: bool) -> tuple[dict[str, Any], int]:
+    """Compile-time arguments and warps of ``chunk_scan_kernel``; ``large``: see ``has_large_shared``."""
+    is_staged = large and dtype.itemsize == 2
+    products = {"CHUNK": CHUNK, "PRECISION": _precision(dtype), "STAGES": 3 if is_staged else 1}
     columns = SCAN_COLUMNS[dtype.itemsize]
     blocks = _blocks(spec, columns)
     blocks["BLOCK_V"] = max(blocks["BLOCK_V"], columns)
-    return {**_heads(spec), **blocks, **products, "FORMATS": _formats(spec)}, 8
+    return {**_heads(spec), **blocks, **products, "FORMATS": _formats(spec)}, 4 if is_staged else 8
 
 
 def narrow_variant(spec: StateSpec, new: StateFormat, dtype: torch.dtype) -> tuple[dict[str, Any], int]:

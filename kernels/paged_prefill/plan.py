@@ -6,12 +6,16 @@ It is the same for all layers of one window.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..paged_decode.plan import ABSENT, block_positions
 from ..to_device import to_device
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
@@ -64,34 +68,39 @@ class PrefillWork:
         chunk's own tokens written, on rung 0; with ``sink_tokens`` > 0 the first entry is the sink. With ``window``
         entries are left out, whatever they hold, that no query of the chunk sees.
         """
-        width = addresses.shape[1]
+        device, width = addresses.device, addresses.shape[1]
+        addresses, rungs, starts, counts = (x.cpu() for x in (addresses, rungs, starts, counts))
         if window is not None:
-            ends = block_positions(torch.arange(1, width + 1, device=rungs.device), sink_tokens, block_tokens)
+            ends = block_positions(torch.arange(1, width + 1), sink_tokens, block_tokens)
             rungs = rungs.masked_fill(ends <= starts[:, None] + 1 - window, ABSENT)
         keys, order = torch.where(rungs == ABSENT, num_rungs, rungs).sort(dim=1, stable=True)
         positions = block_positions(order, sink_tokens, block_tokens)
-        row, tokens, first, chunk = _tiles(starts, counts, tile_tokens)
-        seen, passed = positions[chunk] < (first + tokens)[:, None], None
+        # NumPy from here on: on arrays of this size torch wakes its threads, which takes longer than the work.
+        row, tokens, first, chunk = _tiles(starts.numpy(), counts.numpy(), tile_tokens)
+        key, position, is_first = keys.numpy()[chunk], positions.numpy()[chunk], order.numpy()[chunk] == 0
+        seen = position < (first + tokens)[:, None]
+        passed = np.zeros_like(seen)
         if window is not None:
-            passed = block_positions(order + 1, sink_tokens, block_tokens)[chunk] <= (first + 1 - window)[:, None]
+            block_ends = block_positions(order + 1, sink_tokens, block_tokens).numpy()[chunk]
+            passed = block_ends <= (first + 1 - window)[:, None]
             seen &= ~passed
-        sink = (order[chunk] == 0) & (sink_tokens > 0)
-        full = seen & ~sink & (positions[chunk] + block_tokens - 1 <= first[:, None])
-        tail = sink_tokens + (first + 1 - sink_tokens).clamp(min=0) // block_tokens * block_tokens
+        sink = is_first & (sink_tokens > 0)
+        full = seen & ~sink & (position + block_tokens - 1 <= first[:, None])
+        tail = sink_tokens + (first + 1 - sink_tokens).clip(min=0) // block_tokens * block_tokens
         runs = []
         for rung in range(num_rungs):
-            mine = keys[chunk] == rung
-            before = keys[chunk] < rung if passed is None else (keys[chunk] < rung) | (mine & passed)
+            mine = key == rung
+            before = (key < rung) | (mine & passed)
             start = chunk * width + before.sum(1)
             sinks, others = ((seen & mine & part).sum(1) for part in (sink, ~sink))
-            runs.append(torch.stack((start, sinks, others, tail - (mine & full).sum(1) * block_tokens), 1))
+            runs.append(np.stack((start, sinks, others, tail - (mine & full).sum(1) * block_tokens), 1))
         used = torch.where(positions < (starts + counts)[:, None], keys, num_rungs).flatten()
         blocks = tuple(torch.nonzero(used == rung).flatten().int() for rung in range(num_rungs))
         in_chunks = [torch.bincount(some // width, minlength=len(starts)).tolist() for some in blocks]
         return cls(
             addresses.gather(1, order).flatten(),
-            torch.stack((row, tokens, first), 1).int(),
-            torch.stack(runs).int(),
+            torch.from_numpy(np.stack((row, tokens, first), 1)).int(),
+            torch.from_numpy(np.stack(runs)).int(),
             blocks,
             tuple(rung for rung, some in enumerate(blocks) if len(some)),
             tile_tokens,
@@ -101,7 +110,7 @@ class PrefillWork:
             window,
             None if window is None else positions.flatten().int(),
             tuple(map(tuple, in_chunks)),
-        )
+        ).to(device)
 
     def to(self, device: torch.device) -> PrefillWork:
         """The same plan on another device."""
@@ -114,14 +123,13 @@ class PrefillWork:
         )
 
 
-def _tiles(starts: Tensor, counts: Tensor, tile_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _tiles(starts: Ints, counts: Ints, tile_tokens: int) -> tuple[Ints, Ints, Ints, Ints]:
     """First row of q, tokens, position and chunk of each tile [N]: the heaviest first, light ones fill the end."""
     num_tiles = (counts + tile_tokens - 1) // tile_tokens
-    ends = num_tiles.cumsum(0)
-    index = torch.arange(int(ends[-1]), device=counts.device)
-    chunk = torch.searchsorted(ends, index, right=True)
-    offset = (index - (ends - num_tiles)[chunk]) * tile_tokens
-    heaviest = (starts[chunk] + offset).argsort(descending=True, stable=True)
+    ends = num_tiles.cumsum()
+    chunk = np.arange(len(counts)).repeat(num_tiles)
+    offset = (np.arange(ends[-1]) - (ends - num_tiles)[chunk]) * tile_tokens
+    heaviest = (-(starts[chunk] + offset)).argsort(kind="stable")
     chunk, offset = chunk[heaviest], offset[heaviest]
-    tokens = (counts[chunk] - offset).clamp(max=tile_tokens)
-    return (counts.cumsum(0) - counts)[chunk] + offset, tokens, starts[chunk] + offset, chunk
+    tokens = (counts[chunk] - offset).clip(max=tile_tokens)
+    return (counts.cumsum() - counts)[chunk] + offset, tokens, starts[chunk] + offset, chunk

@@ -20,6 +20,7 @@ from ..formats import BlockLayout, PageLayout, Side
 from ..formats.dense import DenseSide
 from ..formats.loaders import loaded_dtype, page_loaders
 from ..fusion import FUSED
+from ..nvidia import has_large_shared
 from ..paged_decode.triton import LOG2_E, Tuning, bank_arguments
 from .kernel import prefill_kernel
 from .plan import PrefillWork
@@ -27,16 +28,24 @@ from .stage import stage_kernel
 
 BLOCK_M = 64  # rows of a query tile: tokens times the query heads that share a KV head
 WIDE_BLOCK_M = 32  # of heads with more than 256 channels, whose sums take twice the registers a row
+LARGE_BLOCK_M = 128  # of heads with 129 to 256 channels in 16 bits, on devices with large shared memory
 TUNING = Tuning(num_warps=4, num_stages=5, tile=64)  # of 16-bit pages with head dims up to 128
+LARGE_TUNING = Tuning(num_warps=8, num_stages=2, tile=64)  # of LARGE_BLOCK_M rows: two warpgroups of 64
 TAIL_STAGES = 3  # of the loop that masks; with more, two programs no longer fit a multiprocessor's shared memory
 STAGED_NBYTES = 256 << 20  # of dense pages written out at a time; more saves launches, less saves memory
 
 
-def tile_tokens(num_heads: int, num_kv_heads: int, head_dim: int, block_m: int = BLOCK_M) -> int:
-    """Tokens of a query tile, an argument of ``PrefillWork.build``."""
-    if head_dim > 256:
-        block_m = min(block_m, WIDE_BLOCK_M)
+def tile_tokens(num_heads: int, num_kv_heads: int, block_m: int) -> int:
+    """Tokens of a query tile of ``block_m`` rows, an argument of ``PrefillWork.build``."""
     return max(1, block_m // (num_heads // num_kv_heads))
+
+
+def query_rows(head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Rows of a query tile over dense pages of ``dtype``: as many as shared memory and registers of a device hold."""
+    if head_dim > 256:
+        return WIDE_BLOCK_M
+    is_large = head_dim > 128 and dtype.itemsize <= 2 and has_large_shared(device)
+    return LARGE_BLOCK_M if is_large else BLOCK_M
 
 
 @dataclass(frozen=True)
@@ -208,7 +217,9 @@ def prefill_variant(
     shape, dtype = page.k.shape, _dense_dtype(page.k)
     block_d = max(16, triton.next_power_of_2(shape.head_dim))
     tuning = tuning or TUNING
-    if block_d > 128 or dtype == torch.float32:  # larger tiles do not fit shared memory and registers
+    if block_d == 256 and block_m >= LARGE_BLOCK_M and dtype.itemsize == 2:
+        tuning = LARGE_TUNING
+    elif block_d > 128 or dtype == torch.float32:  # larger tiles do not fit shared memory and registers
         tuning = replace(tuning, num_warps=8, num_stages=min(4, tuning.num_stages), tile=32)
     if block_d > 256:
         tuning = replace(tuning, num_stages=2, tile=16)

@@ -56,7 +56,7 @@ def build(
         torch.tensor([history], device="cuda"),
         torch.tensor([chunk], device="cuda"),
         num_rungs=len(pages),
-        tile_tokens=tile_tokens(HEADS * GROUP, HEADS, HEAD_DIM, block_m),
+        tile_tokens=tile_tokens(HEADS * GROUP, HEADS, block_m),
         sink_tokens=SINK,
         block_tokens=T,
         banks=case.banks,

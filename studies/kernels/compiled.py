@@ -41,6 +41,7 @@ from qkv_engine.kernels.moe import triton as moe
 from qkv_engine.kernels.moe.route_kernel import route_kernel, sort_kernel
 from qkv_engine.kernels.moe.sum_kernel import down_sum_kernel, gate_up_sum_kernel
 from qkv_engine.kernels.moe.tile_kernel import combine_kernel, expert_tile_kernel
+from qkv_engine.kernels.output_gate.triton import output_gate_kernel, output_gate_variant
 from qkv_engine.kernels.paged_decode.triton import NO_BANKS, Tuning, decode_variant
 from qkv_engine.kernels.paged_prefill.kernel import prefill_kernel
 from qkv_engine.kernels.paged_prefill.stage import stage_kernel
@@ -70,6 +71,7 @@ BF16 = (
     "residual",
     "weight",
     "gate_up",
+    "gate",
     "qkv",
     "pages",
     "logits",
@@ -87,8 +89,10 @@ POINTERS |= {f"{name}_ptr": "*fp32" for name in FP32}
 POINTERS |= {"memory_ptr": "*u8"} | {
     f"{name}_ptr": "*i64" for name in ("src", "dst", "steps", "finite", "bank_steps", "windows")
 }
-POINTERS |= {f"{name}_ptr": "*bf16" for name in ("z", "b", "a", "written", "forgotten")}  # of a gated delta-net
-POINTERS |= {"decay_ptr": "*fp32", "dt_bias_ptr": "*fp32"}
+POINTERS |= {
+    f"{name}_ptr": "*bf16" for name in ("z", "b", "a", "written", "forgotten", "scores")
+}  # of a gated delta-net
+POINTERS |= {"decay_ptr": "*fp32", "dt_bias_ptr": "*fp32", "kept_ptr": "*fp32"}
 POINTERS |= {"sums_ptr": "*i64", "positions_ptr": "*i64", "sampled_ptr": "*i64"}  # the rest are int32 or pointers to it
 UNFUSED_KERNELS = [seal_kernel, *(kernel for kernel, *_ in sample_variants(TILE))]
 
@@ -161,6 +165,7 @@ def fused_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
         "add_rms_norm 4096": (rms_norm_kernel, rms_norm_variant(4096, 1e-5, add=True)),
         "add_rms_norm 5120": (rms_norm_kernel, rms_norm_variant(5120, 1e-5, add=True)),
         "swiglu 14336": (swiglu_kernel, swiglu_variant(14336)),
+        "output_gate 4096": (output_gate_kernel, output_gate_variant(4096)),
         "rope_kv_write 32/8 D128": (rope_kv_write_kernel, rope_kv_write_variant(32, 8, 128, 1e-6, norm=False)),
         "rope_kv_write 32/8 D128 norm": (rope_kv_write_kernel, rope_kv_write_variant(32, 8, 128, 1e-6, norm=True)),
         "rope_kv_write 32/8 D80": (rope_kv_write_kernel, rope_kv_write_variant(32, 8, 80, 1e-6, norm=False)),
@@ -232,8 +237,11 @@ def moe_kernels(*, overlap: bool = True) -> Iterator[tuple[str, Any, dict[str, A
         yield f"moe {name}", kernel, constexprs, Tuning(num_warps, constexprs.get("STAGES", 1))
 
 
-def delta_net_kernels(*, overlap: bool = True) -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
-    """Gated delta-net, for the shapes of Qwen3.5 4B and 27B; what reads states, in all formats of them."""
+def delta_net_kernels(*, overlap: bool = True, large: bool = True) -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
+    """Gated delta-net, for the shapes of Qwen3.5 4B and 27B; what reads states, in all formats of them.
+
+    ``large``: for devices with large shared memory.
+    """
     bf16, overlaps = torch.bfloat16, {"OVERLAP": overlap}
     for k_heads, v_heads in ((16, 32), (16, 48)):
         spec, shape = StateSpec(k_heads, v_heads, 128, 128, 4), f"{k_heads}/{v_heads}"
@@ -249,7 +257,7 @@ def delta_net_kernels(*, overlap: bool = True) -> Iterator[tuple[str, Any, dict[
         for stored in (*(spec._replace(format=fmt) for fmt in STATE_FORMATS.values()), mixed):
             name = f"{shape} {stored.format.name}{' mixed' * bool(stored.narrower)}"
             found.append((name, delta_step_kernel, delta_net.delta_step_variant(stored), overlaps))
-            found.append((name, chunk_scan_kernel, delta_net.chunk_scan_variant(stored, bf16), {}))
+            found.append((name, chunk_scan_kernel, delta_net.chunk_scan_variant(stored, bf16, large=large), {}))
         for old, new in combinations(STATE_FORMATS.values(), 2):
             variant = delta_net.narrow_variant(spec._replace(format=old), new, bf16)
             found.append((f"{shape} {old.name} {new.name}", narrow_state_kernel, variant, {}))

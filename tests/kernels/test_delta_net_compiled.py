@@ -6,9 +6,10 @@ import pytest
 
 pytest.importorskip("triton")
 
+from qkv_engine.kernels.nvidia import LARGE_SHARED_NBYTES
 from studies.kernels.compiled import compile_kernel, delta_net_kernels, describe
 
-SPILLED = {"chunk_scan": 384}  # bytes; a chunk's products keep three operands of 64 tokens
+SPILLED = {"chunk_scan": 128, "chunk_solve": 64}  # bytes; without shared memory for stages operands wait in registers
 
 
 @pytest.mark.parametrize(
@@ -16,12 +17,14 @@ SPILLED = {"chunk_scan": 384}  # bytes; a chunk's products keep three operands o
 )
 def test_kernels_fit_in_registers_and_shared_memory(capability: int) -> None:
     names = set()
-    for name, kernel, constexprs, tuning in delta_net_kernels(overlap=capability >= 90):
+    for name, kernel, constexprs, tuning in delta_net_kernels(overlap=capability >= 90, large=capability == 90):
         if "/48" in name:
             continue
         found = describe(compile_kernel(kernel, constexprs, tuning, capability))
         most = next((most for part, most in SPILLED.items() if part in name), 0)
-        assert found["spilled"] <= most and found["shared"] <= 96 << 10, name
+        assert found["spilled"] <= most and found["shared"] <= (
+            LARGE_SHARED_NBYTES if capability == 90 else 96 << 10
+        ), name
         if "step" in name:
             assert found["registers"] <= 128, name
         names.add(name)

@@ -10,13 +10,20 @@ import torch
 
 pytest.importorskip("triton")
 
+from qkv_engine.kernels.formats import PageLayout
 from qkv_engine.kernels.moe import SwiGLU
 from qkv_engine.kernels.moe import triton as moe
 from qkv_engine.kernels.moe.sum_kernel import down_sum_kernel, gate_up_sum_kernel
 from qkv_engine.kernels.moe.tile_kernel import expert_tile_kernel
+from qkv_engine.kernels.nvidia import LARGE_SHARED_NBYTES
 from qkv_engine.kernels.paged_decode.triton import NO_BANKS, Tuning, decode_variant
 from qkv_engine.kernels.paged_prefill.kernel import prefill_kernel
-from qkv_engine.kernels.paged_prefill.triton import BLOCK_M, WIDE_BLOCK_M, prefill_variant
+from qkv_engine.kernels.paged_prefill.triton import (
+    BLOCK_M,
+    LARGE_BLOCK_M,
+    WIDE_BLOCK_M,
+    prefill_variant,
+)
 from studies.kernels.compiled import compile_kernel, describe
 from studies.kernels.inputs import dense_page, uniform_page
 
@@ -43,13 +50,17 @@ def attention() -> Iterator[Case]:
             kernel, constexprs, tuning = decode_variant(page, group, sink_tokens=32, **rule)
             yield f"{name} decode {kind}", kernel, {**constexprs, **NO_BANKS, "OVERLAP": True}, tuning
         block_m = WIDE_BLOCK_M if head_dim > 256 else BLOCK_M
-        constexprs, tuning = prefill_variant(dense, group, 32, block_m=block_m, **rule)
-        place: dict[str, Any] = {"IS_STAGED": False, "IS_LAST": True}
-        if "window" not in rule:
-            place["positions_ptr"] = None
-        if name != "gpt-oss":
-            place["null_logits_ptr"] = None
-        yield f"{name} prefill", prefill_kernel, {**constexprs, **place}, tuning
+        yield prefill(name, dense, group, rule, block_m)
+
+
+def prefill(name: str, dense: PageLayout, group: int, rule: dict[str, Any], block_m: int) -> Case:
+    constexprs, tuning = prefill_variant(dense, group, 32, block_m=block_m, **rule)
+    place: dict[str, Any] = {"IS_STAGED": False, "IS_LAST": True}
+    if "window" not in rule:
+        place["positions_ptr"] = None
+    if name != "gpt-oss":
+        place["null_logits_ptr"] = None
+    return f"{name} prefill", prefill_kernel, {**constexprs, **place}, tuning
 
 
 def experts() -> Iterator[Case]:
@@ -71,6 +82,17 @@ def experts() -> Iterator[Case]:
 
 
 CASES = [*attention(), *experts()]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [{}, *(pytest.param(x, marks=pytest.mark.slow) for x in ({"window": 1024}, {"window": 4096, "softcap": 50.0}))],
+)
+def test_large_tiles_fit(rule: dict[str, Any]) -> None:
+    """Those of 256 channels, which devices have for which they are chosen."""
+    _, kernel, constexprs, tuning = prefill("large", dense_page(torch.bfloat16, 4, 256), 4, rule, LARGE_BLOCK_M)
+    found = describe(compile_kernel(kernel, constexprs, tuning))
+    assert found["shared"] <= LARGE_SHARED_NBYTES and found["spilled"] <= 64
 
 
 @pytest.mark.slow

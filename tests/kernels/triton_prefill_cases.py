@@ -10,7 +10,7 @@ from torch import Tensor
 from qkv_engine.kernels.formats import BlockLayout, PageLayout
 from qkv_engine.kernels.paged_prefill import triton
 from qkv_engine.kernels.paged_prefill.plan import PrefillWork
-from qkv_engine.kernels.paged_prefill.triton import paged_prefill, tile_tokens
+from qkv_engine.kernels.paged_prefill.triton import paged_prefill, query_rows, tile_tokens
 from studies.kernels.inputs import Case, T, dense_page, make_case, prefill_reference, uniform_page
 
 from .interpreted import report
@@ -19,7 +19,10 @@ from .triton_decode_cases import sign_page
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def attend(case: Case, q: Tensor, counts: Sequence[int], out: Tensor | None = None) -> Tensor:
+def attend(
+    case: Case, q: Tensor, counts: Sequence[int], out: Tensor | None = None, block_m: int | None = None
+) -> Tensor:
+    """Attention in tiles of ``block_m`` rows, by default those of the device."""
     tokens = torch.tensor(list(counts), device=q.device)
     work = PrefillWork.build(
         case.addresses,
@@ -27,12 +30,19 @@ def attend(case: Case, q: Tensor, counts: Sequence[int], out: Tensor | None = No
         case.lengths - tokens,
         tokens,
         num_rungs=len(case.pages),
-        tile_tokens=tile_tokens(q.shape[1], case.num_kv_heads, q.shape[2]),
+        tile_tokens=tile_tokens(q.shape[1], case.num_kv_heads, block_m or rows_of(case, q)),
         sink_tokens=case.sink_tokens,
         block_tokens=T,
         banks=case.banks,
     )
     return paged_prefill(q, case.arena, work, case.pages, q.shape[2] ** -0.5, out).float()
+
+
+def rows_of(case: Case, q: Tensor) -> int:
+    """Rows of a query tile on the device of ``q``."""
+    dtype = case.pages[0].k.dense_dtype
+    assert dtype is not None
+    return query_rows(q.shape[2], dtype, q.device)
 
 
 def build(
@@ -62,11 +72,12 @@ def against_reference(
     group: int,
     sink: int = 0,
     dtype: torch.dtype = BF16,
+    block_m: int | None = None,
 ) -> Callable[[], float]:
     def run() -> float:
         case, q, counts = build(pages, chunks, group, sink, dtype)
         want = prefill_reference(case, q, counts, q.shape[2] ** -0.5)
-        return float((attend(case, q, counts) - want).norm() / want.norm())
+        return float((attend(case, q, counts, block_m=block_m) - want).norm() / want.norm())
 
     return run
 
@@ -115,6 +126,12 @@ def cases() -> dict[str, Callable[[], float]]:
         "dense and mixed history": against_reference([d80, d80, mixed], [(700, 40), (467, 33)], 4, sink=20),
         "int4 history in pieces": in_pieces,
         "history of a family of the tests": against_reference([d80, sign_page(1, 80)], [(300, 10)], 4, sink=20),
+        "bf16 large tiles D 144": against_reference(
+            [dense_page(BF16, 1, 144)], [(0, 40), (210, 100)], 3, sink=20, block_m=triton.LARGE_BLOCK_M
+        ),
+        "int4 history, large tiles D 144": against_reference(
+            [dense_page(BF16, 1, 144), uniform_page(4, 1, 144)], [(300, 30)], 4, block_m=triton.LARGE_BLOCK_M
+        ),
         "exact neighbours": neighbours,
     }
 

@@ -33,7 +33,7 @@ from studies.kernels.inputs import (
 )
 
 from .interpreted import report
-from .triton_prefill_cases import build
+from .triton_prefill_cases import build, rows_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SCALE = 0.17  # of no head dim
@@ -114,7 +114,7 @@ def prefill_error(
         (case.lengths - tokens).cpu(),
         tokens.cpu(),
         num_rungs=len(case.pages),
-        tile_tokens=tile_tokens(q.shape[1], case.num_kv_heads, q.shape[2]),
+        tile_tokens=tile_tokens(q.shape[1], case.num_kv_heads, rows_of(case, q)),
         sink_tokens=case.sink_tokens,
         block_tokens=T,
         banks=None if case.banks is None else case.banks.cpu(),

@@ -17,7 +17,7 @@ from qkv_engine.kernels.paged_decode.plan_triton import plan_decode
 from qkv_engine.kernels.paged_decode.split import STEADY_BLOCKS, Bounds
 from qkv_engine.kernels.paged_decode.triton import paged_decode
 from qkv_engine.kernels.paged_prefill.plan import PrefillWork
-from qkv_engine.kernels.paged_prefill.triton import paged_prefill, tile_tokens
+from qkv_engine.kernels.paged_prefill.triton import paged_prefill, query_rows, tile_tokens
 from qkv_engine.kernels.rope_kv_write import KeyBasis, rope_kv_write
 from qkv_engine.models.attention import AttentionBatch
 from qkv_engine.models.attention_spec import AttentionSpec
@@ -54,7 +54,11 @@ class GpuAttentionPlanner:
         num_multiprocessors = 1
         if memory.is_cuda:
             num_multiprocessors = torch.cuda.get_device_properties(memory.device).multi_processor_count
-        self.tile_tokens = min(tile_tokens(spec.num_heads, spec.num_kv_heads, spec.head_dim) for spec in specs)
+        dtype = ladder.main.widest.dtype
+        self.tile_tokens = min(
+            tile_tokens(spec.num_heads, spec.num_kv_heads, query_rows(spec.head_dim, dtype, memory.device))
+            for spec in specs
+        )
         parts = zip(tables.groups, tables.block_words, ladder.groups, strict=True)
         self.groups = [
             GpuGroupPlanner(
