@@ -11,9 +11,8 @@ from torch import Tensor
 
 from ..fusion import FUSED
 from ..overlap import let_next_start, overlap_options, wait_for_previous
+from ..product_parts import quantize_tile, swiglu_tile
 from .codes import BLOCK
-
-MAX_FLOAT8 = tl.constexpr(448.0)  # the largest of float8_e4m3fn
 
 
 class Float8Rows(NamedTuple):
@@ -24,6 +23,11 @@ class Float8Rows(NamedTuple):
 
     codes: Tensor
     scales: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """Numbers of rows and columns."""
+        return self.codes.shape
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -43,12 +47,30 @@ def quantize_rows_kernel(
     wait_for_previous(OVERLAP)
     b_x = tl.load(x_ptr + i_m * K + o_k, mask=o_k < K, other=0.0)
     b_wide = tl.reshape(b_x.to(tl.float32), [SCALES, COLUMNS])
-    b_scale = tl.maximum(tl.max(tl.abs(b_wide), 1), 1e-12) / MAX_FLOAT8
-    b_codes = tl.minimum(tl.maximum(b_wide * (1.0 / b_scale)[:, None], -MAX_FLOAT8), MAX_FLOAT8)
-    b_codes = tl.reshape(b_codes.to(tl.float8e4nv), [BLOCK_K])
-    tl.store(codes_ptr + i_m * K + o_k, b_codes, mask=o_k < K)
+    b_codes, b_scale = quantize_tile(b_wide)
+    tl.store(codes_ptr + i_m * K + o_k, tl.reshape(b_codes, [BLOCK_K]), mask=o_k < K)
     o_scale = tl.arange(0, SCALES)
     tl.store(scales_ptr + o_scale * M + i_m, b_scale, mask=o_scale * COLUMNS < K)
+
+
+@triton.jit
+def swiglu_rows_kernel(
+    gate_up_ptr, codes_ptr, scales_ptr,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """``swiglu(gate_up) / scales``, the results and the roundings of ``swiglu_kernel`` and ``quantize_rows_kernel``.
+
+    Shapes:  gate_up [M, 2 K];  codes [M, K];  scales [M]
+    Grid:    (M,)
+    """
+    let_next_start(OVERLAP)
+    i_m, o_k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_K)
+    p_gate = gate_up_ptr + i_m * (2 * K) + o_k
+    wait_for_previous(OVERLAP)
+    b_out = swiglu_tile(tl.load(p_gate, mask=o_k < K, other=0.0), tl.load(p_gate + K, mask=o_k < K, other=0.0))
+    b_codes, b_scale = quantize_tile(b_out.to(tl.float32)[None, :])
+    tl.store(codes_ptr + i_m * K + o_k, tl.reshape(b_codes, [BLOCK_K]), mask=o_k < K)
+    tl.store(scales_ptr + i_m + tl.arange(0, 1), b_scale)
 
 
 def quantize_rows(x: Tensor, *, blocks: bool = False) -> Float8Rows:
@@ -62,6 +84,18 @@ def quantize_rows(x: Tensor, *, blocks: bool = False) -> Float8Rows:
     options = {"BLOCKS": blocks, "num_warps": num_warps, **overlap_options(x.device)}
     quantize_rows_kernel[(num_rows,)](x, codes, scales, num_rows, **constexprs, **options, **FUSED)
     return Float8Rows(codes, scales.T if blocks else scales)
+
+
+def swiglu_rows(gate_up: Tensor) -> Float8Rows:
+    """``quantize_rows(swiglu(gate_up))``, its bits, in one kernel; gate_up [M, 2 I], contiguous."""
+    assert gate_up.is_contiguous()
+    num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    codes = gate_up.new_empty(num_rows, size, dtype=torch.float8_e4m3fn)
+    scales = gate_up.new_empty(num_rows, 1, dtype=torch.float32)
+    constexprs, num_warps = rows_variant(size)
+    options = {"num_warps": num_warps, **overlap_options(gate_up.device)}
+    swiglu_rows_kernel[(num_rows,)](gate_up, codes, scales, **constexprs, **options, **FUSED)
+    return Float8Rows(codes, scales)
 
 
 def rows_variant(size: int) -> tuple[dict[str, Any], int]:

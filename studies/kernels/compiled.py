@@ -158,6 +158,7 @@ def fused_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
     """The small kernels beside attention, for the shapes of Llama 3.1 8B and Qwen3 8B."""
     variants = {
         "rms_norm 4096": (rms_norm_kernel, rms_norm_variant(4096, 1e-5, add=False)),
+        "add_rms_norm 4096 float8": (rms_norm_kernel, rms_norm_variant(4096, 1e-5, add=True)),
         "add_rms_norm 4096": (rms_norm_kernel, rms_norm_variant(4096, 1e-5, add=True)),
         "add_rms_norm 5120": (rms_norm_kernel, rms_norm_variant(5120, 1e-5, add=True)),
         "swiglu 14336": (swiglu_kernel, swiglu_variant(14336)),
@@ -166,7 +167,8 @@ def fused_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
         "rope_kv_write 32/8 D80": (rope_kv_write_kernel, rope_kv_write_variant(32, 8, 80, 1e-6, norm=False)),
     }
     for name, (kernel, (constexprs, num_warps)) in variants.items():
-        yield name, kernel, {**constexprs, "OVERLAP": True}, Tuning(num_warps, 1)
+        plain = {"scales_ptr": None} if kernel is rms_norm_kernel and "float8" not in name else {}
+        yield name, kernel, {**constexprs, **plain, "OVERLAP": True}, Tuning(num_warps, 1)
 
 
 def basis_kernels(*head_dims: int, overlap: bool = True) -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:

@@ -13,9 +13,10 @@ from qkv_engine.kernels.linear import codes_reference
 from qkv_engine.kernels.linear.codes import BLOCK, Float8Weight, IntegerWeight
 from qkv_engine.kernels.linear.dequantize_kernel import dequantize
 from qkv_engine.kernels.linear.float8 import Float8Tuning, scaled_tiles
-from qkv_engine.kernels.linear.float8_rows import Float8Rows, quantize_rows
+from qkv_engine.kernels.linear.float8_rows import Float8Rows, quantize_rows, swiglu_rows
 from qkv_engine.kernels.linear.integer import CodeSums, CodeTuning, Tuning, linear_codes, linear_integer
 from qkv_engine.kernels.linear.packed import PackedCodes, pack
+from qkv_engine.kernels.rms_norm.triton import rms_norm_float8, rms_norm_triton
 from qkv_engine.kernels.swiglu.triton import swiglu_triton
 
 from .fused_cases import DTYPES, fenced
@@ -122,6 +123,31 @@ def quantized_rows(size: int, num_rows: int, blocks: bool = False) -> float:
     return float(((values(rows) - x.double()).abs() / step).max())
 
 
+def normed_rows(size: int, num_rows: int, add: bool) -> float:
+    """The bits of the norm, then quantized, and of the sum."""
+    x, weight = (fenced(*shape, dtype=torch.bfloat16)[0] for shape in ((num_rows, size), (size,)))
+    sums = [fenced(num_rows, size, dtype=torch.bfloat16)[0]] * add
+    sums += [residual.clone() for residual in sums]
+    expected = quantize_rows(rms_norm_triton(x, sums[0] if add else None, weight, 1e-6))
+    with patch.object(torch.Tensor, "new_empty", _filled), patch.object(torch, "empty_like", _filled_like):
+        found = rms_norm_float8(x, sums[1] if add else None, weight, 1e-6)
+    return float(not (same_rows(found, expected) and (not add or torch.equal(*sums))))
+
+
+def gated_rows(size: int, num_rows: int) -> float:
+    """The bits of SwiGLU, then quantized."""
+    gate_up = fenced(num_rows, 2 * size, dtype=torch.bfloat16)[0]
+    with patch.object(torch.Tensor, "new_empty", _filled):
+        found = swiglu_rows(gate_up)
+    return float(not same_rows(found, quantize_rows(swiglu_triton(gate_up))))
+
+
+def same_rows(found: Float8Rows, expected: Float8Rows) -> bool:
+    """Whether codes and scales are the same bytes."""
+    codes = torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+    return codes and torch.equal(found.scales, expected.scales)
+
+
 def scaled(num_rows: int, tuning: Float8Tuning, gated: bool = False, blocks: bool = False) -> float:
     """Products of 8-bit floats, against their values'."""
     weight, bias = float8_weight(272, 400, blocks=blocks), fenced(272, dtype=torch.bfloat16)[0]
@@ -145,6 +171,10 @@ def values(x: Float8Rows) -> Tensor:
 def _filled(tensor: Tensor, *shape: Any, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
     dtype, shape = dtype or tensor.dtype, shape[0] if isinstance(shape[0], tuple) else shape
     return tensor.new_full(tuple(shape), float("nan") if dtype.is_floating_point else 0, dtype=dtype)
+
+
+def _filled_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return _filled(tensor, tensor.shape, dtype=dtype)
 
 
 def _filled_anew(*shape: Any, dtype: torch.dtype, **_: Any) -> Tensor:
@@ -200,6 +230,10 @@ def cases() -> dict[str, Callable[[], float]]:
             found[f"gated scaled {name} {num_rows}"] = lambda m=num_rows, t=float8: scaled(m, t, True)
     found["quantized rows"] = lambda: quantized_rows(272, 5)
     found["quantized blocks"] = lambda: quantized_rows(384, 5, blocks=True)
+    for size, num_rows in ((272, 5), (96, 13)):
+        for add in (False, True):
+            found[f"equal norm {size} {add}"] = lambda s=size, n=num_rows, a=add: normed_rows(s, n, a)
+        found[f"equal swiglu {size}"] = lambda s=size, n=num_rows: gated_rows(s, n)
     found["scaled blocks"] = lambda: scaled(70, FLOAT8["tiles"], blocks=True)
     found["scaled blocks of splits"] = lambda: scaled(3, FLOAT8["splits"], blocks=True)
     return found
