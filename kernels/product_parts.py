@@ -104,9 +104,20 @@ def swiglu_tile(b_gate, b_up, ACTIVATION: tl.constexpr = None):
 @triton.jit
 def quantize_tile(b_wide):
     """8-bit floats of float32 ``b_wide`` [ROWS, COLUMNS], and the scale of each row, whose largest becomes 448."""
-    b_scale = tl.maximum(tl.max(tl.abs(b_wide), 1), 1e-12) / MAX_FLOAT8
-    b_codes = tl.minimum(tl.maximum(b_wide * (1.0 / b_scale)[:, None], -MAX_FLOAT8), MAX_FLOAT8)
-    return b_codes.to(tl.float8e4nv), b_scale
+    b_scale = scale_of(tl.max(tl.abs(b_wide), 1))
+    return quantize_by(b_wide, b_scale[:, None]), b_scale
+
+
+@triton.jit
+def scale_of(b_top):
+    """The scales of 8-bit floats of which the largest have magnitudes ``b_top``."""
+    return tl.maximum(b_top, 1e-12) / MAX_FLOAT8
+
+
+@triton.jit
+def quantize_by(b_wide, b_scale):
+    """8-bit floats of float32 over scales."""
+    return tl.minimum(tl.maximum(b_wide * (1.0 / b_scale), -MAX_FLOAT8), MAX_FLOAT8).to(tl.float8e4nv)
 
 
 @triton.jit

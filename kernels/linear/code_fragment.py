@@ -157,24 +157,33 @@ def _add_block(
     for step in tl.static_range(STEPS):
         o_step = (i + step) * WARPS + o_warp
         m_x = None if NUMBER % (WARPS * STEPS) == 0 else (o_step < NUMBER)[:, None]
-        x_tiles = ()
+        x_low, x_high = (), ()
         for j in tl.static_range(X_TILES):
-            x_tiles += (_load_x(p_x[j] + (o_step * (STEP // 2))[:, None], m_x, IS_INT4),)  # type: ignore[assignment]
+            p = p_x[j] + (o_step * (STEP // 2))[:, None]
+            x_low += (_load_x(p, m_x),)  # type: ignore[assignment]
+            if IS_INT4:
+                x_high += (_load_x(p + 32, m_x),)  # type: ignore[assignment]
         news = ()
         for tile in tl.static_range(TILES):
-            z_low, z_high = _pair(zeros, tile if IS_CHANNEL else step * TILES + tile)
-            s_low, s_high = _pair(scales, tile if IS_CHANNEL else step * TILES + tile)
             b_low, b_high = _pair(codes, step * TILES + tile)
-            l_0, l_2, l_4, l_6 = _unpack(b_low, z_low, DTYPE, IS_INT4, ASM)
-            l_1, l_3, l_5, l_7 = _unpack(b_high, z_high, DTYPE, IS_INT4, ASM)
+            if not IS_INT4:
+                l_0, l_2 = _unpack_8(b_low, DTYPE, ASM)
+                l_1, l_3 = _unpack_8(b_high, DTYPE, ASM)
+            elif len(zeros) == 0:
+                l_0, l_2, l_4, l_6 = _unpack_4(b_low, None, DTYPE, ASM)
+                l_1, l_3, l_5, l_7 = _unpack_4(b_high, None, DTYPE, ASM)
+            else:
+                z_low, z_high = _pair(zeros, tile if IS_CHANNEL else step * TILES + tile)
+                l_0, l_2, l_4, l_6 = _unpack_4(b_low, z_low, DTYPE, ASM)
+                l_1, l_3, l_5, l_7 = _unpack_4(b_high, z_high, DTYPE, ASM)
             for j in tl.static_range(X_TILES):
-                x_0, x_1, x_2, x_3 = x_tiles[j]
                 b_sum = sums[tile * X_TILES + j]
                 b_part = b_sum if IS_CHANNEL else tl.zeros_like(b_sum)
-                b_part = _multiply(b_part, l_0, l_1, l_2, l_3, x_0, x_1, WARPS, DTYPE, ASM)
+                b_part = _multiply(b_part, l_0, l_1, l_2, l_3, x_low[j], WARPS, DTYPE, ASM)
                 if IS_INT4:
-                    b_part = _multiply(b_part, l_4, l_5, l_6, l_7, x_2, x_3, WARPS, DTYPE, ASM)
+                    b_part = _multiply(b_part, l_4, l_5, l_6, l_7, x_high[j], WARPS, DTYPE, ASM)
                 if not IS_CHANNEL:
+                    s_low, s_high = _pair(scales, step * TILES + tile)
                     b_part = b_sum + b_part * _of_rows(s_low, s_high, o_c)
                 news += (b_part,)  # type: ignore[assignment]
         sums = news
@@ -183,22 +192,15 @@ def _add_block(
 
 @triton.jit
 def _pair(tensors, number: tl.constexpr):
-    """The two of a tile, None of none."""
-    if len(tensors) == 0:
-        return None, None
-    else:
-        return tensors[2 * number], tensors[2 * number + 1]
+    """The two of a tile."""
+    return tensors[2 * number], tensors[2 * number + 1]
 
 
 @triton.jit
-def _load_x(p, m_x, IS_INT4: tl.constexpr):
-    """Words of the columns of low halves, and of those of high ones."""
+def _load_x(p, m_x):
+    """Eight words of a row, four at a time."""
     other = None if m_x is None else 0
-    b_0, b_1 = tl.load(p, mask=m_x, other=other), tl.load(p + 4, mask=m_x, other=other)
-    if IS_INT4:
-        return b_0, b_1, tl.load(p + 32, mask=m_x, other=other), tl.load(p + 36, mask=m_x, other=other)
-    else:
-        return b_0, b_1, None, None
+    return tl.load(p, mask=m_x, other=other), tl.load(p + 4, mask=m_x, other=other)
 
 
 @triton.jit
@@ -208,17 +210,8 @@ def _of_rows(b_low, b_high, o_c):
 
 
 @triton.jit
-def _unpack(b_words, b_zeros, DTYPE: tl.constexpr, IS_INT4: tl.constexpr, ASM: tl.constexpr):
-    """Pairs of floats in words: of low halves the first two and the last two, then of high halves."""
-    if IS_INT4:
-        return _unpack_4(b_words, b_zeros, DTYPE, ASM)
-    else:
-        b_0, b_1 = _unpack_8(b_words, DTYPE, ASM)
-        return b_0, b_1, None, None
-
-
-@triton.jit
 def _unpack_4(b_words, b_zeros, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Pairs of floats in words: of low halves the first two and the last two, then of high halves."""
     IS_BF16: tl.constexpr = tl.bfloat16 == DTYPE
     if not ASM:
         SHIFT: tl.constexpr = 128.0 if IS_BF16 else 1024.0
@@ -241,6 +234,7 @@ def _unpack_4(b_words, b_zeros, DTYPE: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _unpack_8(b_words, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Pairs of floats in words: the first two of a word and the last two."""
     if ASM:
         TEXT: tl.constexpr = EIGHT_BITS_BF16 if tl.bfloat16 == DTYPE else EIGHT_BITS_FP16
         return tl.inline_asm_elementwise(TEXT, "=r,=r,r", [b_words], _TWO_WORDS, is_pure=True, pack=1)
@@ -260,18 +254,20 @@ def _pair_of(b_0, b_1, b_add, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _multiply(b_sum, a_0, a_1, a_2, a_3, b_0, b_1, WARPS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+def _multiply(b_sum, a_0, a_1, a_2, a_3, b_x, WARPS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """Adds products of 64 columns: words of the weight's first row, of its second, of each again, and of x."""
     if ASM:
         TEXT: tl.constexpr = PRODUCTS_BF16 if tl.bfloat16 == DTYPE else PRODUCTS_FP16
-        operands = [b_sum, a_0, a_1, a_2, a_3, b_0, b_1]
+        operands = [b_sum, a_0, a_1, a_2, a_3, b_x[0], b_x[1]]
         return tl.inline_asm_elementwise(TEXT, _OPERANDS, operands, dtype=tl.float32, is_pure=True, pack=4)
     else:
-        b_x = tl.join(b_0, b_1)  # [T, 4, 2]
-        b_x = tl.reshape(tl.permute(b_x, (0, 2, 1)), [WARPS, 1, 8, 4, 4, 2])  # warp, -, row, lane, product, word
+        b_words = tl.join(b_x[0], b_x[1])  # [T, 4, 2]
+        b_words = tl.reshape(
+            tl.permute(b_words, (0, 2, 1)), [WARPS, 1, 8, 4, 4, 2]
+        )  # warp, -, row, lane, product, word
         b_low = tl.reshape(tl.join(a_0, a_2), [WARPS, 8, 1, 4, 4, 2])
         b_high = tl.reshape(tl.join(a_1, a_3), [WARPS, 8, 1, 4, 4, 2])
-        b_low, b_high = _sum_of_words(b_low, b_x, WARPS, DTYPE), _sum_of_words(b_high, b_x, WARPS, DTYPE)
+        b_low, b_high = _sum_of_words(b_low, b_words, WARPS, DTYPE), _sum_of_words(b_high, b_words, WARPS, DTYPE)
         b_all = tl.join(tl.reshape(b_low, [WARPS * 32, 2]), tl.reshape(b_high, [WARPS * 32, 2]))
         return b_sum + tl.reshape(tl.permute(b_all, (0, 2, 1)), [WARPS * 32, 4])
 

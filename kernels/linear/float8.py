@@ -43,8 +43,10 @@ TUNINGS = {
     32: Float8Tuning(32, 64, 4, 3, splits=2, block_k=256),
     64: Float8Tuning(64, 64, 4, 4, splits=2),
     128: Float8Tuning(128, 64, 4, 4, splits=2),
+    256: Float8Tuning(128, 128, 8, 4, splits=2),
 }
-MAX_ROWS = max(TUNINGS)
+MAX_ROWS = 128  # of any weight; up to the last entry of one with so few rows that torch's tiles leave processors idle
+FEW_OUT = 4096
 
 
 @cache
@@ -84,7 +86,8 @@ def linear_rows_gated(
 
 def _has_tiles(x: Float8Rows, weight: PackedCodes) -> bool:
     """Whether ``scaled_tiles`` are as fast as torch's product."""
-    return len(x.codes) <= MAX_ROWS and not weight.is_blockwise
+    most = max(TUNINGS) if len(weight.codes) <= FEW_OUT else MAX_ROWS
+    return len(x.codes) <= most and not weight.is_blockwise
 
 
 def can_scale(x: Tensor, weight: PackedCodes) -> bool:
@@ -141,7 +144,7 @@ def scaled_variant(
 ) -> tuple[dict[str, Any], int]:
     """Compile-time arguments and warps for ``num_rows``."""
     if tuning is None:
-        tuning = TUNINGS[min((most for most in TUNINGS if num_rows <= most), default=MAX_ROWS)]
+        tuning = TUNINGS[min((most for most in TUNINGS if num_rows <= most), default=max(TUNINGS))]
     num_out, size = weight.shape
     programs = triton.cdiv(num_out, tuning.block_n) * triton.cdiv(num_rows, tuning.block_m)
     constexprs = {

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..fusion import FUSED
 from ..overlap import let_next_start, overlap_options, wait_for_previous
-from ..product_parts import quantize_tile, swiglu_tile
+from ..product_parts import quantize_by, quantize_tile, scale_of, swiglu_tile
 from .codes import BLOCK
 
 
@@ -55,22 +55,31 @@ def quantize_rows_kernel(
 
 @triton.jit
 def swiglu_rows_kernel(
-    gate_up_ptr, codes_ptr, scales_ptr,
+    gate_up_ptr, out_ptr, scales_ptr,
     K: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """``swiglu(gate_up) / scales``, the results and the roundings of ``swiglu_kernel`` and ``quantize_rows_kernel``.
 
-    Shapes:  gate_up [M, 2 K];  codes [M, K];  scales [M]
+    Shapes:  gate_up [M, 2 K];  out [M, K];  scales [M]
     Grid:    (M,)
     """
     let_next_start(OVERLAP)
+    PARTS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     i_m, o_k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_K)
-    p_gate = gate_up_ptr + i_m * (2 * K) + o_k
+    p_gate, p_out = gate_up_ptr + i_m * (2 * K) + o_k, out_ptr + i_m * K + o_k
     wait_for_previous(OVERLAP)
-    b_out = swiglu_tile(tl.load(p_gate, mask=o_k < K, other=0.0), tl.load(p_gate + K, mask=o_k < K, other=0.0))
-    b_codes, b_scale = quantize_tile(b_out.to(tl.float32)[None, :])
-    tl.store(codes_ptr + i_m * K + o_k, tl.reshape(b_codes, [BLOCK_K]), mask=o_k < K)
-    tl.store(scales_ptr + i_m + tl.arange(0, 1), b_scale)
+    outs = ()  # of 16 bits, so that a row takes few registers
+    b_top = tl.zeros([BLOCK_K], tl.float32)
+    for part in tl.static_range(PARTS):
+        p, m = p_gate + part * BLOCK_K, o_k < K - part * BLOCK_K
+        b_out = swiglu_tile(tl.load(p, mask=m, other=0.0), tl.load(p + K, mask=m, other=0.0))
+        b_top = tl.maximum(b_top, tl.abs(b_out.to(tl.float32)))
+        outs += (b_out,)  # type: ignore[assignment]
+    b_scale = scale_of(tl.max(b_top, 0))
+    tl.store(scales_ptr + i_m, b_scale)
+    for part in tl.static_range(PARTS):
+        b_codes = quantize_by(outs[part].to(tl.float32), b_scale)
+        tl.store(p_out + part * BLOCK_K, b_codes, mask=o_k < K - part * BLOCK_K)
 
 
 def quantize_rows(x: Tensor, *, blocks: bool = False) -> Float8Rows:
@@ -92,7 +101,7 @@ def swiglu_rows(gate_up: Tensor) -> Float8Rows:
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     codes = gate_up.new_empty(num_rows, size, dtype=torch.float8_e4m3fn)
     scales = gate_up.new_empty(num_rows, 1, dtype=torch.float32)
-    constexprs, num_warps = rows_variant(size)
+    constexprs, num_warps = swiglu_rows_variant(size)
     options = {"num_warps": num_warps, **overlap_options(gate_up.device)}
     swiglu_rows_kernel[(num_rows,)](gate_up, codes, scales, **constexprs, **options, **FUSED)
     return Float8Rows(codes, scales)
@@ -102,3 +111,9 @@ def rows_variant(size: int) -> tuple[dict[str, Any], int]:
     """Compile-time arguments and warps for rows of ``size``."""
     block = max(BLOCK, triton.next_power_of_2(size))
     return {"K": size, "BLOCK_K": block}, min(16, max(1, block // 512))
+
+
+def swiglu_rows_variant(size: int) -> tuple[dict[str, Any], int]:
+    """The same for rows of ``size`` results of SwiGLU: parts of which two programs fit a multiprocessor."""
+    block = min(4096, triton.next_power_of_2(size))
+    return {"K": size, "BLOCK_K": block}, min(8, max(1, block // 512))

@@ -34,6 +34,7 @@ from qkv_engine.kernels.formats import PageLayout
 from qkv_engine.kernels.fusion import FUSED, UNFUSED
 from qkv_engine.kernels.linear import integer
 from qkv_engine.kernels.linear.codes import Float8Weight, IntegerWeight
+from qkv_engine.kernels.linear.float8_rows import swiglu_rows_kernel, swiglu_rows_variant
 from qkv_engine.kernels.linear.packed import pack
 from qkv_engine.kernels.linear.triton import TUNINGS, few_rows_variant
 from qkv_engine.kernels.moe import SoftmaxOver, SwiGLU
@@ -162,6 +163,7 @@ def fused_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
         "add_rms_norm 4096": (rms_norm_kernel, rms_norm_variant(4096, 1e-5, add=True)),
         "add_rms_norm 5120": (rms_norm_kernel, rms_norm_variant(5120, 1e-5, add=True)),
         "swiglu 14336": (swiglu_kernel, swiglu_variant(14336)),
+        "float8 swiglu 12288": (swiglu_rows_kernel, swiglu_rows_variant(12288)),
         "rope_kv_write 32/8 D128": (rope_kv_write_kernel, rope_kv_write_variant(32, 8, 128, 1e-6, norm=False)),
         "rope_kv_write 32/8 D128 norm": (rope_kv_write_kernel, rope_kv_write_variant(32, 8, 128, 1e-6, norm=True)),
         "rope_kv_write 32/8 D80": (rope_kv_write_kernel, rope_kv_write_variant(32, 8, 80, 1e-6, norm=False)),

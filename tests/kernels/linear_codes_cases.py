@@ -251,7 +251,7 @@ def cases() -> dict[str, Callable[[], float]]:
             found[f"gated scaled {name} {num_rows}"] = lambda m=num_rows, t=float8: scaled(m, t, True)
     found["quantized rows"] = lambda: quantized_rows(272, 5)
     found["quantized blocks"] = lambda: quantized_rows(384, 5, blocks=True)
-    for size, num_rows in ((272, 5), (96, 13)):
+    for size, num_rows in ((272, 5), (96, 13), (4200, 2)):
         for add in (False, True):
             found[f"equal norm {size} {add}"] = lambda s=size, n=num_rows, a=add: normed_rows(s, n, a)
         found[f"equal swiglu {size}"] = lambda s=size, n=num_rows: gated_rows(s, n)
