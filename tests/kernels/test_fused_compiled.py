@@ -10,11 +10,6 @@ from studies.kernels.compiled import basis_kernels, compile_kernel, describe, fu
 
 # Instructions a thread; bytes one by one would be dozens.
 MAX_LOADS = {"rms_norm": 6, "float8 swiglu": 12, "swiglu": 2, "rope_kv_write": 8}
-    "rms_norm": 6,
-    "float8 swiglu": 12,
-    "swiglu": 2,
-    "rope_kv_write": 8,
-}  # instructions a thread; bytes one by one would be dozens
 
 
 @pytest.mark.parametrize(
