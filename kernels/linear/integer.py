@@ -130,9 +130,9 @@ def linear_codes(
     launch = {"num_warps": num_warps, **overlap_options(x.device)}
     operands = weight.scales, weight.zeros, bias
     if kernel is code_fragment_kernel:
-        grid = triton.cdiv(num_out, 16 * constexprs["TILES"]), triton.cdiv(num_rows, 8 * constexprs["X_TILES"])
+        of_tiles = triton.cdiv(num_out, 16 * constexprs["TILES"]), triton.cdiv(num_rows, 8 * constexprs["X_TILES"])
         words = x.view(torch.int32), weight.codes.view(torch.int32)
-        kernel[grid](*words, *operands, out, num_out, num_rows, **constexprs, **launch, **FUSED)
+        kernel[of_tiles](*words, *operands, out, num_out, num_rows, **constexprs, **launch, **FUSED)
         return out
     programs = triton.cdiv(num_out, constexprs["BLOCK_N"])
     if kernel is code_sum_kernel:
