@@ -90,7 +90,7 @@ WIDE_TUNINGS: dict[int, dict[int, Tuning]] = {
     },
     8: {16: CodeTuning(16, 32, 4, 1, 4, 3), 64: CodeTuning(64, 64, 1, 1, 4, 3)},
 }
-# The same of few rows, of weights whose rows are made of whole steps.
+# The same of few rows, of weights whose rows are made of whole steps; not measured yet, so studies alone take them.
 FRAGMENTS: dict[int, dict[int, CodeFragments]] = {
     4: {16: CodeFragments(warps=8, tiles=2, ahead=2)},
     8: {16: CodeFragments(warps=8, tiles=2, ahead=2)},
@@ -180,10 +180,6 @@ def has_fragments(weight: PackedCodes) -> bool:
 def _tuning(weight: PackedCodes, num_rows: int) -> Tuning:
     bits = 4 if weight.kind == "int4" else 8
     tunings, least = TUNINGS[bits], num_rows if can_sum(weight) else max(2, num_rows)
-    if num_rows > 1 and has_fragments(weight):
-        found = next((tuning for most, tuning in FRAGMENTS[bits].items() if num_rows <= most), None)
-        if found is not None:
-            return found
     most = min((most for most in tunings if least <= most), default=max(tunings))
     wide = WIDE_TUNINGS[bits] if weight.shape[0] >= WIDE else {}
     return wide.get(most, tunings[most])
