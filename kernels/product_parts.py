@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 VECTOR = 8  # 16-bit elements of a load of 16 bytes, the widest
+MAX_FLOAT8 = tl.constexpr(448.0)  # the largest of float8_e4m3fn
 
 
 def power_of_2_below(number: int) -> int:
@@ -98,6 +99,25 @@ def swiglu_tile(b_gate, b_up, ACTIVATION: tl.constexpr = None):
     ALPHA: tl.constexpr = 1.0 if ACTIVATION is None else ACTIVATION.alpha
     b_gated = (b_wide_gate / (1.0 + tl.exp(-ALPHA * b_wide_gate))).to(b_gate.dtype).to(tl.float32)
     return (b_gated * b_wide_up).to(b_gate.dtype)
+
+
+@triton.jit
+def quantize_tile(b_wide):
+    """8-bit floats of float32 ``b_wide`` [ROWS, COLUMNS], and the scale of each row, whose largest becomes 448."""
+    b_scale = scale_of(tl.max(tl.abs(b_wide), 1))
+    return quantize_by(b_wide, b_scale[:, None]), b_scale
+
+
+@triton.jit
+def scale_of(b_top):
+    """The scales of 8-bit floats of which the largest have magnitudes ``b_top``."""
+    return tl.maximum(b_top, 1e-12) / MAX_FLOAT8
+
+
+@triton.jit
+def quantize_by(b_wide, b_scale):
+    """8-bit floats of float32 over scales."""
+    return tl.minimum(tl.maximum(b_wide * (1.0 / b_scale), -MAX_FLOAT8), MAX_FLOAT8).to(tl.float8e4nv)
 
 
 @triton.jit

@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from qkv_engine.errors import ModelError
+from qkv_engine.kernels.linear import Weight
 from qkv_engine.kernels.linear.codes import BLOCK, Float8Weight
 from qkv_engine.kernels.rope_kv_write import KeyBasis
 
@@ -66,6 +67,12 @@ class Attention(Layer):
         norm_shards = {"q_norm": heads.size, "k_norm": kv_heads.size}
         self.qk_norm = HeadNorm(head_dim, config.norm_eps, norm_shards, config.norm_offset) if config.qk_norm else None
         self._channel_order = config.ropes[layer].channel_order(head_dim)
+
+    @property
+    def reader(self) -> Weight | None:
+        """See ``Layer.reader``."""
+        weight: Weight = self.qkv_proj.weight
+        return weight
 
     def forward(self, x: Tensor, rotation: Rotation, batch: AttentionBatch) -> Tensor:
         """x and result [N, E]."""

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv_engine.kernels.linear import Weight, linear, pack_weight
-from qkv_engine.kernels.rms_norm import add_rms_norm, rms_norm, scaled_rms_norm
+from qkv_engine.kernels.linear import Weight, linear, pack_weight, reads_rows
+from qkv_engine.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_rows, scaled_rms_norm
 
 from .ranks import Part, Ranks
 from .weights.format import WeightFormat, format_nbytes
@@ -26,6 +26,11 @@ class Layer(nn.Module):
     """
 
     float32_parameters: frozenset[str] = frozenset()
+
+    @property
+    def reader(self) -> Weight | None:
+        """The weight whose product alone reads the layer's input, and takes it as rows of 8-bit floats, too."""
+        return None
 
     def __call__(self, *args: Any) -> Any:
         return self.forward(*args)
@@ -204,8 +209,13 @@ class RMSNorm(Norm):
         super().__init__(name, size, eps, offset)
         self._scaled_weight: Tensor | None = None  # weight * sqrt(size), for the CPU's shorter computation
 
-    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The norm of x + residual, and that sum, which overwrites the residual; all [N, E]."""
+    def forward(self, x: Tensor, residual: Tensor | None, reader: Weight | None = None) -> tuple[Any, Tensor]:
+        """The norm of x + residual, and that sum, which overwrites the residual; all [N, E].
+
+        The norm is of ``Float8Rows`` where the product with ``reader``, which alone reads it, would make such rows.
+        """
+        if reader is not None and reads_rows(x, reader) and not x.requires_grad:
+            return rms_norm_rows(x, residual, self.weight, self.eps), x if residual is None else residual
         if self._scaled_weight is not None:
             summed = x if residual is None else residual.add_(x)
             return scaled_rms_norm(summed, self._scaled_weight, self.eps), summed
@@ -234,7 +244,7 @@ def kept(x: Tensor) -> Tensor:
 class LayerNorm(Norm):
     """``(x - mean(x)) / std(x) * weight`` over the last dimension."""
 
-    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None, reader: Weight | None = None) -> tuple[Any, Tensor]:
         """The norm of x + residual, and that sum, which overwrites the residual; all [N, E]."""
         summed = x if residual is None else add(residual, x)
         return F.layer_norm(summed, (self.size,), self.weight, None, self.eps), summed
@@ -250,7 +260,8 @@ class HeadNorm(RMSNorm):
 
     def __call__(self, x: Tensor) -> Tensor:
         """x and result [N, heads, D], on the CPU. On a GPU the attention kernel reads ``weight`` and ``eps`` itself."""
-        return self.forward(x, None)[0]
+        out: Tensor = self.forward(x, None)[0]
+        return out
 
     def checkpoint_rows(self) -> Iterator[CheckpointRows]:
         start = 0

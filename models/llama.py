@@ -11,7 +11,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv_engine.kernels.linear import SteadyWeight, by_rows, linear_swiglu
+from qkv_engine.kernels.linear import SteadyWeight, Weight, by_rows, linear_swiglu_for
 
 from .attention import Attention, AttentionBatch
 from .config import FULL, SLIDING, ModelConfig, read_biases, read_layer_types, read_num_layers
@@ -95,10 +95,17 @@ class MLP(Layer):
         self.down_proj = RowParallelLinear(inner, {self.down_name: hidden}, ranks, bias=config.mlp_bias)
         self._is_silu = config.activation == "silu"
 
+    @property
+    def reader(self) -> Weight | None:
+        """See ``Layer.reader``."""
+        weight: Weight = self.gate_up_proj.weight
+        return weight
+
     def forward(self, x: Tensor) -> Tensor:
         """x and result [N, E]."""
         if self._is_silu:
-            inner = linear_swiglu(x, self.gate_up_proj.weight, self.gate_up_proj.bias)
+            of_inner = self.gate_up_proj.weight, self.gate_up_proj.bias
+            inner: Any = linear_swiglu_for(self.down_proj.weight, x, *of_inner)
         else:
             gate_up, is_steady = self.gate_up_proj(x), isinstance(self.gate_up_proj.weight, SteadyWeight)
             inner = by_rows(_gelu_gated, gate_up) if is_steady else _gelu_gated(gate_up)
@@ -138,9 +145,9 @@ class DecoderLayer(Layer):
 
         The residual is added right before the norm that reads it, which is one kernel on a GPU.
         """
-        x, residual = self.input_layernorm(x, residual)
+        x, residual = self.input_layernorm(x, residual, self.self_attn.reader)
         x = self.self_attn(x, rotation, batch)
-        x, residual = self.post_attention_layernorm(x, residual)
+        x, residual = self.post_attention_layernorm(x, residual, self.mlp.reader)
         return self.mlp(x), residual
 
 

@@ -108,6 +108,11 @@ class GatedAttention(Attention):
         gates = [("q_proj", Part(size, row + size, rows)) for row in first]
         self.gate = PiecewiseLinear(config.hidden_size, gates, bias=bias)
 
+    @property
+    def reader(self) -> None:
+        """None: the gate reads the input, too."""
+        return None
+
     def forward(self, x: Tensor, rotation: Rotation, batch: AttentionBatch) -> Tensor:
         """x and result [N, E]."""
         num_tokens = x.shape[0]

@@ -7,6 +7,8 @@ type, so that a packed weight and a plain one are used in the same way. On a GPU
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +20,9 @@ from .cpu import PackedWeight
 from .packed import PackedCodes, pack, unpack
 from .padding import padded_rows
 from .steady import SteadyWeight, by_rows, pack_steadily
+
+if TYPE_CHECKING:
+    from .float8_rows import Float8Rows
 
 # What a linear layer may hold.
 Weight = Tensor | PackedWeight | IntegerWeight | Float8Weight | PackedCodes | SteadyWeight
@@ -41,12 +46,27 @@ def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
     return (weight if isinstance(weight, Tensor) else codes_reference.dequantize(weight)).to(dtype)
 
 
-def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+def reads_rows(x: Tensor, weight: Weight | None) -> bool:
+    """Whether ``linear`` of ``x`` and ``weight`` quantizes rows of ``x``, and so takes them as ``Float8Rows``, too."""
+    if not (isinstance(weight, PackedCodes) and x.is_cuda):
+        return False
+    from .float8 import takes_rows
+
+    return takes_rows(x, weight)
+
+
+def linear(x: Tensor | Float8Rows, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``.
 
     Shapes: x [M, I]; weight [O, I], plain or from ``pack_weight``; bias [O]; result [M, O]; one dtype.
+    Rows of 8-bit floats, where ``reads_rows``, give what the rows that they were made of do.
     On a GPU ``weight`` and ``bias`` may be read while the kernel before still runs: that kernel must not write them.
     """
+    if not isinstance(x, Tensor):
+        from .float8 import linear_rows
+
+        assert isinstance(weight, PackedCodes)
+        return linear_rows(x, weight, bias)
     if isinstance(weight, PackedWeight):
         return cpu.linear(x, weight, bias)
     if isinstance(weight, SteadyWeight):
@@ -76,6 +96,21 @@ def linear_swiglu(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tens
         if can_stream(x, weight):
             return linear_few_rows(x, weight, bias, gated=True)
     return swiglu(linear(x, weight, bias))
+
+
+def linear_swiglu_for(
+    reader: Weight, x: Tensor | Float8Rows, weight: Weight, bias: Tensor | None = None
+) -> Tensor | Float8Rows:
+    """``linear_swiglu``; of rows of 8-bit floats in such rows, too, where ``reads_rows`` of ``reader`` would be true.
+
+    The product with ``reader`` is all that may read the result.
+    """
+    if isinstance(x, Tensor):
+        return linear_swiglu(x, weight, bias)
+    from .float8 import linear_rows_gated
+
+    assert isinstance(weight, PackedCodes)
+    return linear_rows_gated(x, weight, bias, reader if isinstance(reader, PackedCodes) else None)
 
 
 def _linear_codes(x: Tensor, weight: Weight, bias: Tensor | None, *, gated: bool) -> Tensor:
@@ -108,8 +143,10 @@ __all__ = [
     "dequantize",
     "linear",
     "linear_swiglu",
+    "linear_swiglu_for",
     "pack_steadily",
     "pack_weight",
     "padded_rows",
+    "reads_rows",
     "weight_nbytes",
 ]

@@ -16,7 +16,7 @@ from ..overlap import overlap_options
 from ..swiglu import swiglu
 from .code_tile import add_splits
 from .codes import BLOCK
-from .float8_rows import Float8Rows, quantize_rows
+from .float8_rows import Float8Rows, quantize_rows, swiglu_rows
 from .float8_tile import float8_tile_kernel
 from .integer import linear_integer, num_splits
 from .packed import PackedCodes
@@ -43,8 +43,10 @@ TUNINGS = {
     32: Float8Tuning(32, 64, 4, 3, splits=2, block_k=256),
     64: Float8Tuning(64, 64, 4, 4, splits=2),
     128: Float8Tuning(128, 64, 4, 4, splits=2),
+    256: Float8Tuning(128, 128, 8, 4, splits=2),
 }
-MAX_ROWS = max(TUNINGS)
+MAX_ROWS = 128  # of any weight; up to the last entry of one with so few rows that torch's tiles leave processors idle
+FEW_OUT = 4096
 
 
 @cache
@@ -61,10 +63,31 @@ def linear_float8(x: Tensor, weight: PackedCodes, bias: Tensor | None = None, *,
     if not can_scale(x, weight):
         return linear_integer(x, weight, bias, gated=gated)
     rows = quantize_rows(x, blocks=weight.is_blockwise)
-    if len(x) <= MAX_ROWS and not weight.is_blockwise:
+    if _has_tiles(rows, weight):
         return scaled_tiles(rows, weight, bias, gated=gated)
     out = scaled_product(rows, weight, bias)
     return swiglu(out) if gated else out
+
+
+def linear_rows(x: Float8Rows, weight: PackedCodes, bias: Tensor | None = None) -> Tensor:
+    """``linear_float8`` of rows that are quantized already; bfloat16 [M, O]."""
+    return scaled_tiles(x, weight, bias) if _has_tiles(x, weight) else scaled_product(x, weight, bias)
+
+
+def linear_rows_gated(
+    x: Float8Rows, weight: PackedCodes, bias: Tensor | None = None, reader: PackedCodes | None = None
+) -> Tensor | Float8Rows:
+    """``linear_rows`` with SwiGLU, [M, O / 2]; in 8-bit floats where ``reader`` takes them and a kernel is saved."""
+    if _has_tiles(x, weight):
+        return scaled_tiles(x, weight, bias, gated=True)
+    out = scaled_product(x, weight, bias)
+    return swiglu_rows(out) if reader is not None and takes_rows(out, reader) else swiglu(out)
+
+
+def _has_tiles(x: Float8Rows, weight: PackedCodes) -> bool:
+    """Whether ``scaled_tiles`` are as fast as torch's product."""
+    most = max(TUNINGS) if len(weight.codes) <= FEW_OUT else MAX_ROWS
+    return len(x.codes) <= most and not weight.is_blockwise
 
 
 def can_scale(x: Tensor, weight: PackedCodes) -> bool:
@@ -76,6 +99,11 @@ def can_scale(x: Tensor, weight: PackedCodes) -> bool:
         is_aligned, least = num_out % ALIGNMENT == 0 and size % ALIGNMENT == 0, MIN_ROWS
     has_units = has_float8(x.device, blocks=weight.is_blockwise)
     return len(x) >= least and x.dtype is torch.bfloat16 and is_aligned and has_units
+
+
+def takes_rows(x: Tensor, weight: PackedCodes) -> bool:
+    """Whether the product of ``x`` and ``weight`` is that of rows with a scale each."""
+    return weight.kind == "float8" and not weight.is_blockwise and can_scale(x, weight)
 
 
 def scaled_product(x: Float8Rows, weight: PackedCodes, bias: Tensor | None = None) -> Tensor:
@@ -116,7 +144,7 @@ def scaled_variant(
 ) -> tuple[dict[str, Any], int]:
     """Compile-time arguments and warps for ``num_rows``."""
     if tuning is None:
-        tuning = TUNINGS[min((most for most in TUNINGS if num_rows <= most), default=MAX_ROWS)]
+        tuning = TUNINGS[min((most for most in TUNINGS if num_rows <= most), default=max(TUNINGS))]
     num_out, size = weight.shape
     programs = triton.cdiv(num_out, tuning.block_n) * triton.cdiv(num_rows, tuning.block_m)
     constexprs = {

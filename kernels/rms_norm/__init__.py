@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from . import cpu
 from .cpu import scaled_rms_norm
+
+if TYPE_CHECKING:
+    from ..linear.float8_rows import Float8Rows
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -34,4 +39,11 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     return cpu.rms_norm(residual.add_(x), weight, eps)
 
 
-__all__ = ["add_rms_norm", "rms_norm", "scaled_rms_norm"]
+def rms_norm_rows(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Float8Rows:
+    """``rms_norm``, or with a residual ``add_rms_norm``, in 8-bit floats on a GPU: the bits of ``quantize_rows``."""
+    from .triton import rms_norm_float8
+
+    return rms_norm_float8(x, residual, weight, eps)
+
+
+__all__ = ["add_rms_norm", "rms_norm", "rms_norm_rows", "scaled_rms_norm"]

@@ -10,18 +10,22 @@ import triton.language as tl
 from torch import Tensor
 
 from ..fusion import FUSED
+from ..linear.float8_rows import Float8Rows
 from ..overlap import let_next_start, overlap_options, wait_for_previous
+from ..product_parts import quantize_tile
 
 
 @triton.jit(do_not_specialize=["N"])
 def rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, N,
+    x_ptr, residual_ptr, weight_ptr, out_ptr, scales_ptr, N,
     E: tl.constexpr, EPS: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Norm of ROWS rows of ``x``, or with ADD of ``x + residual``, which then replaces ``residual``.
 
-    Shapes:  x, residual, out [N, E];  weight [E]
+    With ``scales`` the norm, rounded, is divided by them, and ``out`` has 8-bit floats.
+
+    Shapes:  x, residual, out [N, E];  weight [E];  scales [N] or None
     Grid:    (cdiv(N, ROWS),)
     """
     let_next_start(OVERLAP)
@@ -40,19 +44,36 @@ def rms_norm_kernel(
     b_wide = b_x.to(tl.float32)
     b_scale = tl.rsqrt(tl.sum(b_wide * b_wide, 1) / E + EPS)
     b_out = (b_wide * b_scale[:, None]).to(b_x.dtype).to(tl.float32) * b_weight.to(tl.float32)[None, :]
-    tl.store(out_ptr + o_x, b_out.to(b_x.dtype), mask=m_x)
+    if scales_ptr is None:
+        tl.store(out_ptr + o_x, b_out.to(b_x.dtype), mask=m_x)
+    else:
+        b_codes, b_norm_scale = quantize_tile(b_out.to(b_x.dtype).to(tl.float32))
+        tl.store(out_ptr + o_x, b_codes, mask=m_x)
+        tl.store(scales_ptr + o_n, b_norm_scale, mask=o_n < N)
 
 
 def rms_norm_triton(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """See ``rms_norm``, and ``add_rms_norm`` for a ``residual``."""
+    out = torch.empty_like(x)
+    _launch(x, residual, weight, eps, out, None)
+    return out
+
+
+def rms_norm_float8(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Float8Rows:
+    """``quantize_rows(rms_norm_triton(x, residual, weight, eps))``, its bits, in one kernel."""
+    rows = Float8Rows(torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty(len(x), 1, dtype=torch.float32))
+    _launch(x, residual, weight, eps, *rows)
+    return rows
+
+
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor, scales: Tensor | None) -> None:
     num_rows, size = x.shape
     assert x.is_contiguous() and (residual is None or residual.is_contiguous())
-    out = torch.empty_like(x)
     constexprs, num_warps = rms_norm_variant(size, eps, add=residual is not None)
+    options = {"num_warps": num_warps, **overlap_options(x.device)}
     rms_norm_kernel[(triton.cdiv(num_rows, constexprs["ROWS"]),)](
-        x, residual, weight, out, num_rows, **constexprs, num_warps=num_warps, **overlap_options(x.device), **FUSED
+        x, residual, weight, out, scales, num_rows, **constexprs, **options, **FUSED
     )
-    return out
 
 
 def rms_norm_variant(size: int, eps: float, *, add: bool) -> tuple[dict[str, Any], int]:

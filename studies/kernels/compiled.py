@@ -34,6 +34,7 @@ from qkv_engine.kernels.formats import PageLayout
 from qkv_engine.kernels.fusion import FUSED, UNFUSED
 from qkv_engine.kernels.linear import integer
 from qkv_engine.kernels.linear.codes import Float8Weight, IntegerWeight
+from qkv_engine.kernels.linear.float8_rows import swiglu_rows_kernel, swiglu_rows_variant
 from qkv_engine.kernels.linear.packed import pack
 from qkv_engine.kernels.linear.triton import TILES, few_rows_variant
 from qkv_engine.kernels.moe import SoftmaxOver, SwiGLU
@@ -162,16 +163,19 @@ def fused_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
     """The small kernels beside attention, for the shapes of Llama 3.1 8B and Qwen3 8B."""
     variants = {
         "rms_norm 4096": (rms_norm_kernel, rms_norm_variant(4096, 1e-5, add=False)),
+        "add_rms_norm 4096 float8": (rms_norm_kernel, rms_norm_variant(4096, 1e-5, add=True)),
         "add_rms_norm 4096": (rms_norm_kernel, rms_norm_variant(4096, 1e-5, add=True)),
         "add_rms_norm 5120": (rms_norm_kernel, rms_norm_variant(5120, 1e-5, add=True)),
         "swiglu 14336": (swiglu_kernel, swiglu_variant(14336)),
         "output_gate 4096": (output_gate_kernel, output_gate_variant(4096)),
+        "float8 swiglu 12288": (swiglu_rows_kernel, swiglu_rows_variant(12288)),
         "rope_kv_write 32/8 D128": (rope_kv_write_kernel, rope_kv_write_variant(32, 8, 128, 1e-6, norm=False)),
         "rope_kv_write 32/8 D128 norm": (rope_kv_write_kernel, rope_kv_write_variant(32, 8, 128, 1e-6, norm=True)),
         "rope_kv_write 32/8 D80": (rope_kv_write_kernel, rope_kv_write_variant(32, 8, 80, 1e-6, norm=False)),
     }
     for name, (kernel, (constexprs, num_warps)) in variants.items():
-        yield name, kernel, {**constexprs, "OVERLAP": True}, Tuning(num_warps, 1)
+        plain = {"scales_ptr": None} if kernel is rms_norm_kernel and "float8" not in name else {}
+        yield name, kernel, {**constexprs, **plain, "OVERLAP": True}, Tuning(num_warps, 1)
 
 
 def basis_kernels(*head_dims: int, overlap: bool = True) -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
@@ -204,10 +208,14 @@ def code_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
         int8 = pack(IntegerWeight(torch.empty(4096, 4096, dtype=torch.int8), scales[:, :1]))
         float8 = pack(Float8Weight(torch.empty(4096, 4096, dtype=torch.float8_e4m3fn), torch.empty(4096, 1)))
     for weight, gated in product((int4, int8, float8), (False, True)):
-        for num_rows in integer.TUNINGS[4 if weight is int4 else 8]:
-            kernel, constexprs, num_warps = integer.code_variant(weight, num_rows, gated=gated)
+        tunings = [(f"{n} rows", n, tuning) for n, tuning in integer.TUNINGS[4 if weight is int4 else 8].items()]
+        if integer.has_fragments(weight):
+            fragments = integer.FRAGMENTS[4 if weight is int4 else 8]
+            tunings += [(f"{n} rows fragments", n, tuning) for n, tuning in fragments.items()]
+        for rows, num_rows, tuning in tunings:
+            kernel, constexprs, num_warps = integer.code_variant(weight, num_rows, gated=gated, tuning=tuning)
             constexprs |= {"OVERLAP": True, "ASM": True, "bias_ptr": None, "zeros_ptr": None}
-            name = f"{weight.kind} {num_rows} rows" + gated * " gated"
+            name = f"{weight.kind} {rows}" + gated * " gated"
             yield name, kernel, constexprs, Tuning(num_warps, constexprs.get("STAGES", 1))
 
 

@@ -13,9 +13,17 @@ from qkv_engine.kernels.linear import codes_reference
 from qkv_engine.kernels.linear.codes import BLOCK, Float8Weight, IntegerWeight
 from qkv_engine.kernels.linear.dequantize_kernel import dequantize
 from qkv_engine.kernels.linear.float8 import Float8Tuning, scaled_tiles
-from qkv_engine.kernels.linear.float8_rows import Float8Rows, quantize_rows
-from qkv_engine.kernels.linear.integer import CodeSums, CodeTuning, Tuning, linear_codes, linear_integer
+from qkv_engine.kernels.linear.float8_rows import Float8Rows, quantize_rows, swiglu_rows
+from qkv_engine.kernels.linear.integer import (
+    CodeFragments,
+    CodeSums,
+    CodeTuning,
+    Tuning,
+    linear_codes,
+    linear_integer,
+)
 from qkv_engine.kernels.linear.packed import PackedCodes, pack
+from qkv_engine.kernels.rms_norm.triton import rms_norm_float8, rms_norm_triton
 from qkv_engine.kernels.swiglu.triton import swiglu_triton
 
 from .fused_cases import DTYPES, fenced
@@ -28,6 +36,11 @@ TILES: dict[str, Tuning] = {
     "slices": CodeTuning(block_m=16, block_n=32, slices=2, spans=1, num_warps=2, num_stages=2),
     "splits": CodeTuning(block_m=32, block_n=32, slices=1, spans=2, num_warps=2, num_stages=2, splits=2),
     "large tiles": CodeTuning(block_m=64, block_n=64, slices=1, spans=1, num_warps=4, num_stages=2),
+}
+FRAGMENTS = {  # steps are fewer than warps take, all under way, or of several rounds of which the last is not whole
+    "few steps": (384, CodeFragments(warps=4, tiles=2, ahead=1)),
+    "one round": (1024, CodeFragments(warps=2, tiles=1, ahead=4)),
+    "rounds": (1408, CodeFragments(warps=2, tiles=2, ahead=2)),
 }
 
 FLOAT8 = {
@@ -122,6 +135,31 @@ def quantized_rows(size: int, num_rows: int, blocks: bool = False) -> float:
     return float(((values(rows) - x.double()).abs() / step).max())
 
 
+def normed_rows(size: int, num_rows: int, add: bool) -> float:
+    """The bits of the norm, then quantized, and of the sum."""
+    x, weight = (fenced(*shape, dtype=torch.bfloat16)[0] for shape in ((num_rows, size), (size,)))
+    sums = [fenced(num_rows, size, dtype=torch.bfloat16)[0]] * add
+    sums += [residual.clone() for residual in sums]
+    expected = quantize_rows(rms_norm_triton(x, sums[0] if add else None, weight, 1e-6))
+    with patch.object(torch.Tensor, "new_empty", _filled), patch.object(torch, "empty_like", _filled_like):
+        found = rms_norm_float8(x, sums[1] if add else None, weight, 1e-6)
+    return float(not (same_rows(found, expected) and (not add or torch.equal(*sums))))
+
+
+def gated_rows(size: int, num_rows: int) -> float:
+    """The bits of SwiGLU, then quantized."""
+    gate_up = fenced(num_rows, 2 * size, dtype=torch.bfloat16)[0]
+    with patch.object(torch.Tensor, "new_empty", _filled):
+        found = swiglu_rows(gate_up)
+    return float(not same_rows(found, quantize_rows(swiglu_triton(gate_up))))
+
+
+def same_rows(found: Float8Rows, expected: Float8Rows) -> bool:
+    """Whether codes and scales are the same bytes."""
+    codes = torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+    return codes and torch.equal(found.scales, expected.scales)
+
+
 def scaled(num_rows: int, tuning: Float8Tuning, gated: bool = False, blocks: bool = False) -> float:
     """Products of 8-bit floats, against their values'."""
     weight, bias = float8_weight(272, 400, blocks=blocks), fenced(272, dtype=torch.bfloat16)[0]
@@ -145,6 +183,10 @@ def values(x: Float8Rows) -> Tensor:
 def _filled(tensor: Tensor, *shape: Any, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
     dtype, shape = dtype or tensor.dtype, shape[0] if isinstance(shape[0], tuple) else shape
     return tensor.new_full(tuple(shape), float("nan") if dtype.is_floating_point else 0, dtype=dtype)
+
+
+def _filled_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return _filled(tensor, tensor.shape, dtype=dtype)
 
 
 def _filled_anew(*shape: Any, dtype: torch.dtype, **_: Any) -> Tensor:
@@ -190,6 +232,15 @@ def cases() -> dict[str, Callable[[], float]]:
             found[f"{name} {form}"] = lambda m=formats[form], t=tuning: product(
                 m(torch.bfloat16), 1 if isinstance(t, CodeSums) else 70, torch.bfloat16, linear_codes, True, tuning=t
             )
+    for name, (size, fragments) in FRAGMENTS.items():
+        for form, (bits, group, zeros) in {
+            "int4": (4, 128, True),
+            "int8": (8, 64, False),
+            "channel": (8, size, False),
+        }.items():
+            found[f"fragments {name} {form}"] = lambda s=(37, size, bits, group), z=zeros, t=fragments: product(
+                integer_weight(*s, torch.bfloat16, zeros=z), 19, torch.bfloat16, linear_codes, True, tuning=t
+            )
     for num_rows in (1, 9, 40):
         weight = integer_weight(74, 256, 4, 128, torch.bfloat16)
         found[f"gated int4 {num_rows}"] = lambda w=weight, m=num_rows: gated(w, m)
@@ -200,6 +251,10 @@ def cases() -> dict[str, Callable[[], float]]:
             found[f"gated scaled {name} {num_rows}"] = lambda m=num_rows, t=float8: scaled(m, t, True)
     found["quantized rows"] = lambda: quantized_rows(272, 5)
     found["quantized blocks"] = lambda: quantized_rows(384, 5, blocks=True)
+    for size, num_rows in ((272, 5), (96, 13), (4200, 2)):
+        for add in (False, True):
+            found[f"equal norm {size} {add}"] = lambda s=size, n=num_rows, a=add: normed_rows(s, n, a)
+        found[f"equal swiglu {size}"] = lambda s=size, n=num_rows: gated_rows(s, n)
     found["scaled blocks"] = lambda: scaled(70, FLOAT8["tiles"], blocks=True)
     found["scaled blocks of splits"] = lambda: scaled(3, FLOAT8["splits"], blocks=True)
     return found
