@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from qkv_engine.kernels.linear import linear
-from qkv_engine.kernels.moe import Experts, RouterLogits, SoftmaxOver, SwiGLU, routed_mlp
+from qkv_engine.kernels.moe import Experts, SoftmaxOver, SwiGLU, experts_mlp, route
 
 from .config import ModelConfig, read_num_layers
 from .fields import Fields
@@ -102,10 +102,10 @@ class MoE(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """x and result [N, E]."""
-        router = RouterLogits(linear(x, self.router, self.router_bias), self.top_k, self.softmax_over)
+        routing = route(linear(x, self.router, self.router_bias), self.top_k, self.softmax_over)
         down_bias = self.down_bias if self.ranks.rank == 0 else None  # once in the sum over the ranks
         experts = Experts(self.gate_up, self.down, self.gate_up_bias, down_bias, self.activation)
-        out = routed_mlp(x, router, experts)
+        out = experts_mlp(x, routing, experts)
         return out if self.ranks.size == 1 else self.ranks.sum(out)
 
     def checkpoint_rows(self) -> Iterator[CheckpointRows]:

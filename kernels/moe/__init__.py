@@ -1,7 +1,7 @@
 """Mixture of experts: a router's choice, and the chosen experts' gated MLPs.
 
-Each layer calls ``routed_mlp`` with the router's logits: ``route``, and ``experts_mlp`` with what that gives. Shapes
-depend on the number of tokens alone, so that a graph can capture both. A shared expert is a dense MLP beside them.
+Each layer calls ``route`` with the router's logits and ``experts_mlp`` with what it gives. Shapes depend on the number
+of tokens alone, so that a graph can capture both. A shared expert is a dense MLP beside them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from . import cpu, reference
-from .experts import Experts, RouterLogits, Routing, SoftmaxOver, SwiGLU
+from .experts import Experts, Routing, SoftmaxOver, SwiGLU
 
 
 def route(logits: Tensor, top_k: int, over: SoftmaxOver) -> Routing:
@@ -41,13 +41,4 @@ def experts_mlp(x: Tensor, routing: Routing, experts: Experts) -> Tensor:
     return cpu.experts_mlp(x, routing, experts)
 
 
-def routed_mlp(x: Tensor, router: RouterLogits, experts: Experts) -> Tensor:
-    """``experts_mlp`` of what ``route`` gives. On a GPU the kernels of few tokens choose themselves, a launch less."""
-    if x.is_cuda and not x.requires_grad:
-        from .triton import routed_mlp_triton
-
-        return routed_mlp_triton(x, router, experts)
-    return experts_mlp(x, route(*router), experts)
-
-
-__all__ = ["Experts", "RouterLogits", "Routing", "SoftmaxOver", "SwiGLU", "experts_mlp", "route", "routed_mlp"]
+__all__ = ["Experts", "Routing", "SoftmaxOver", "SwiGLU", "experts_mlp", "route"]

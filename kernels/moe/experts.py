@@ -25,14 +25,6 @@ class Routing(NamedTuple):
     weights: Tensor
 
 
-class RouterLogits(NamedTuple):
-    """A router's logits [N, X], of which each row chooses ``top_k`` experts: what ``route`` takes."""
-
-    logits: Tensor
-    top_k: int
-    over: SoftmaxOver
-
-
 class SwiGLU(NamedTuple):
     """The gated activation ``gate sigmoid(alpha gate) (up + shift)``, gate and up clamped by ``limit``.
 

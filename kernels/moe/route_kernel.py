@@ -7,6 +7,8 @@ import triton.language as tl
 
 from ..overlap import let_next_start, wait_for_previous
 
+TAKEN = tl.constexpr(-(2**63))  # below every key
+
 
 @triton.jit
 def route_kernel(
@@ -16,59 +18,34 @@ def route_kernel(
 ):  # fmt: skip
     """The TOP_K largest logits of a row and their softmax, over all of the row with OVER_ALL.
 
+    Keys are integers in the order of the logits, then of falling expert: none are equal, and a NaN is the largest.
+
     Shapes:  logits [N, X];  experts, weights [N, TOP_K]
     Grid:    (N,)
     """
     let_next_start(OVERLAP)
     i_n = tl.program_id(0).to(tl.int64)
-    wait_for_previous(OVERLAP)
-    b_experts, b_weights = choose_experts(logits_ptr + i_n * X, X, TOP_K, OVER_ALL, BLOCK_X, BLOCK_K)
-    o_k = tl.arange(0, BLOCK_K)
-    o_out = i_n * TOP_K + o_k
-    tl.store(experts_ptr + o_out, b_experts, mask=o_k < TOP_K)
-    tl.store(weights_ptr + o_out, b_weights, mask=o_k < TOP_K)
-
-
-@triton.jit
-def choose_experts(
-    logits_ptr, X: tl.constexpr, TOP_K: tl.constexpr, OVER_ALL: tl.constexpr, BLOCK_X: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """``route`` of one row: experts, int32, and their weights, float32, both [BLOCK_K], the best first.
-
-    Keys are integers in the order of the logits, then of falling expert: none are equal, and a NaN is the largest. Half
-    of a bfloat16 in float32 is empty, which leaves room for the expert in 32 bits. L1 is passed by, so that a kernel
-    may read logits without a wait of its own.
-    """
-    IS_SHORT: tl.constexpr = logits_ptr.dtype.element_ty == tl.bfloat16 and BLOCK_X <= 32768
-    TAKEN: tl.constexpr = -(2**31) if IS_SHORT else -(2**63)  # below every key
     o_x, o_k = tl.arange(0, BLOCK_X), tl.arange(0, BLOCK_K)
-    b_logits = tl.load(logits_ptr + o_x, mask=o_x < X, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
+    wait_for_previous(OVERLAP)
+    b_logits = tl.load(logits_ptr + i_n * X + o_x, mask=o_x < X, other=float("-inf")).to(tl.float32)
     b_bits = tl.where(b_logits == 0.0, 0.0, b_logits).to(tl.int32, bitcast=True)  # -0 is 0
     b_order = tl.where(b_logits == b_logits, _flip(b_bits), 0x7FFFFFFF)
-    b_keys = BLOCK_X - o_x
-    if IS_SHORT:
-        b_keys |= b_order & -65536
-    else:
-        b_keys = b_keys.to(tl.int64) | b_order.to(tl.int64) << 32
+    b_keys = (b_order.to(tl.int64) << 32) | (BLOCK_X - o_x).to(tl.int64)
     b_keys = tl.where(o_x < X, b_keys, TAKEN)
-    b_best = tl.full([BLOCK_K], TAKEN, b_keys.dtype)
+    b_best = tl.full([BLOCK_K], TAKEN, tl.int64)
     for k in tl.static_range(TOP_K):
         best = tl.max(b_keys, 0)
         b_keys = tl.where(b_keys == best, TAKEN, b_keys)
         b_best = tl.where(o_k == k, best, b_best)
-    if IS_SHORT:
-        b_experts = BLOCK_X - (b_best & 65535)
-        b_order = (b_best & -65536) | tl.where(b_best < 0, 65535, 0)
-    else:
-        b_experts = BLOCK_X - b_best.to(tl.int32)
-        b_order = (b_best >> 32).to(tl.int32)
-    b_chosen = _flip(b_order).to(tl.float32, bitcast=True)
+    b_experts = BLOCK_X - b_best.to(tl.int32)
+    b_chosen = _flip((b_best >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
     b_chosen = tl.where(o_k < TOP_K, b_chosen, float("-inf"))
     peak = tl.sum(tl.where(o_k == 0, b_chosen, 0.0), 0)
     b_exp = tl.exp(b_chosen - peak)
     total = tl.sum(tl.exp(b_logits - peak) if OVER_ALL else b_exp, 0)
-    return b_experts, b_exp / total
+    o_out = i_n * TOP_K + o_k
+    tl.store(experts_ptr + o_out, b_experts, mask=o_k < TOP_K)
+    tl.store(weights_ptr + o_out, b_exp / total, mask=o_k < TOP_K)
 
 
 @triton.jit

@@ -7,23 +7,19 @@ import triton.language as tl
 
 from ..overlap import let_next_start, wait_for_previous
 from ..product_parts import load_bias, load_columns, store_row, weight_rows
-from .route_kernel import choose_experts
 
 
 @triton.jit
 def gate_up_sum_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, experts_ptr, logits_ptr,
+    x_ptr, weight_ptr, bias_ptr, out_ptr, experts_ptr,
     E: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, X: tl.constexpr, OVER_ALL: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_C: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Inner features of a pair of token and expert; a program holds BLOCK_N rows of the weight in registers.
 
-    With ``logits`` a program chooses the experts of its token itself, otherwise they are given. The next kernel starts
-    behind the wait: what ends before this kernel then needs no wait there.
+    The next kernel starts behind the wait: what ends before this kernel then needs no wait there.
 
-    Shapes:  x [N, E];  weight [X, 2 INNER, E];  bias [X, 2 INNER] or None;  out [N TOP_K, INNER]
-             experts [N TOP_K] or None;  logits [N, X] or None
+    Shapes:  x [N, E];  weight [X, 2 INNER, E];  bias [X, 2 INNER] or None;  out [N TOP_K, INNER];  experts [N TOP_K]
     Grid:    (cdiv(2 INNER, BLOCK_N), N TOP_K)
     """
     PARTS: tl.constexpr = (E + BLOCK_K - 1) // BLOCK_K
@@ -31,12 +27,7 @@ def gate_up_sum_kernel(
     o_n = weight_rows(i_p, 2 * INNER, True, 2 * INNER % BLOCK_N == 0, BLOCK_N)
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
-    if logits_ptr is None:
-        expert = tl.load(experts_ptr + i_a)
-    else:
-        b_experts, _ = choose_experts(logits_ptr + i_a // TOP_K * X, X, TOP_K, OVER_ALL, BLOCK_X, BLOCK_C)
-        expert = take(b_experts, i_a % TOP_K)
-    o_n += expert.to(tl.int64) * (2 * INNER)
+    o_n += tl.load(experts_ptr + i_a).to(tl.int64) * (2 * INNER)
     p_weight, p_x = weight_ptr + o_n[:, None] * E, x_ptr + i_a // TOP_K * E
     weights = ()
     for part in tl.static_range(PARTS):
@@ -52,19 +43,17 @@ def gate_up_sum_kernel(
 
 @triton.jit
 def down_sum_kernel(
-    inner_ptr, weight_ptr, bias_ptr, out_ptr, experts_ptr, weights_ptr, logits_ptr,
+    inner_ptr, weight_ptr, bias_ptr, out_ptr, experts_ptr, weights_ptr,
     E: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, STEP: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, X: tl.constexpr, OVER_ALL: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_C: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The weighted sum of a token's experts, for BLOCK_N rows of the weights of STEP experts at a time.
 
-    Experts and their weights, or the ``logits`` to choose by, ended before ``gate_up_sum_kernel`` let this one start,
-    and the first step's rows of the weight are under way while that one runs. L1 is passed by: it may hold what lay
-    there before.
+    Experts and their weights ended before ``gate_up_sum_kernel`` let this one start, and the first step's rows of the
+    weight are under way while that one runs. L1 is passed by: it may hold what lay there before.
 
     Shapes:  inner [N TOP_K, INNER];  weight [X, E, INNER];  bias [X, E] or None;  out [N, E]
-             experts, weights [N TOP_K] or None;  logits [N, X] or None
+             experts, weights [N TOP_K]
     Grid:    (cdiv(E, BLOCK_N), N)
     """
     let_next_start(OVERLAP)
@@ -72,20 +61,13 @@ def down_sum_kernel(
     i_p, i_n, o_k = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, BLOCK_K)
     o_n = weight_rows(i_p, E, False, E % BLOCK_N == 0, BLOCK_N)
     b_out = tl.zeros([BLOCK_N], tl.float32)
-    o_c = tl.arange(0, BLOCK_C)
-    if logits_ptr is None:
-        o_a = i_n * TOP_K + tl.minimum(o_c, TOP_K - 1)
-        b_experts = tl.load(experts_ptr + o_a, cache_modifier=".cg")
-        b_weights = tl.load(weights_ptr + o_a, cache_modifier=".cg")
-    else:
-        b_experts, b_weights = choose_experts(logits_ptr + i_n * X, X, TOP_K, OVER_ALL, BLOCK_X, BLOCK_C)
     rows = ()
     for k in tl.static_range(TOP_K):
         if k % STEP == 0:
             rows = ()
             for j in tl.static_range(STEP):
                 if k + j < TOP_K:
-                    i_x = take(b_experts, k + j).to(tl.int64)
+                    i_x = tl.load(experts_ptr + i_n * TOP_K + k + j, cache_modifier=".cg").to(tl.int64)
                     for part in tl.static_range(PARTS):
                         p_row = weight_ptr + (i_x * E + o_n)[:, None] * INNER
                         b_row = load_columns(p_row, part * BLOCK_K + o_k[None, :], INNER, BLOCK_K, "evict_first")
@@ -97,14 +79,8 @@ def down_sum_kernel(
         for part in tl.static_range(PARTS):
             b_inner = load_columns(inner_ptr + i_a * INNER, part * BLOCK_K + o_k, INNER, BLOCK_K, "")
             b_acc += rows[k % STEP * PARTS + part].to(tl.float32) * b_inner.to(tl.float32)[None, :]
-        b_bias = load_bias(bias_ptr, take(b_experts, k).to(tl.int64) * E + o_n)
+        b_bias = load_bias(bias_ptr, tl.load(experts_ptr + i_a).to(tl.int64) * E + o_n)
         b_product = (tl.sum(b_acc, 1) + b_bias).to(out_ptr.dtype.element_ty)
-        b_out += take(b_weights, k) * b_product.to(tl.float32)
+        b_out += tl.load(weights_ptr + i_a) * b_product.to(tl.float32)
     o_out = i_p * BLOCK_N + tl.arange(0, BLOCK_N)
     tl.store(out_ptr + i_n * E + o_out, b_out.to(out_ptr.dtype.element_ty), mask=o_out < E)
-
-
-@triton.jit
-def take(b, i):
-    """Element ``i`` of a tensor of one dimension."""
-    return tl.sum(tl.where(tl.arange(0, b.shape[0]) == i, b, 0), 0)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..fusion import FUSED
 from ..overlap import overlap_options
 from ..product_parts import VECTOR, power_of_2_below
-from .experts import Experts, RouterLogits, Routing, SoftmaxOver, SwiGLU
+from .experts import Experts, Routing, SoftmaxOver, SwiGLU
 from .route_kernel import route_kernel, sort_kernel
 from .sum_kernel import down_sum_kernel, gate_up_sum_kernel
 from .tile_kernel import combine_kernel, expert_tile_kernel
@@ -92,15 +92,6 @@ def route_triton(logits: Tensor, top_k: int, over: SoftmaxOver) -> Routing:
     return Routing(experts, weights)
 
 
-def routed_mlp_triton(x: Tensor, router: RouterLogits, experts: Experts) -> Tensor:
-    """See ``routed_mlp``."""
-    if len(x):
-        tuning = choose_tuning(len(x), router.top_k, len(experts.down))
-        if isinstance(tuning, ExpertSums):
-            return _few_tokens(x, router, experts, tuning)
-    return experts_mlp_triton(x, route_triton(*router), experts)
-
-
 def experts_mlp_triton(x: Tensor, routing: Routing, experts: Experts, *, tuning: Tuning | None = None) -> Tensor:
     """See ``experts_mlp``. ``tuning``: launch parameters, and with them the kernels."""
     assert x.is_contiguous() and all(part.is_contiguous() for part in (*routing, experts.gate_up, experts.down))
@@ -140,49 +131,33 @@ def choose_tuning(num_rows: int, top_k: int, num_experts: int) -> Tuning:
     return next(tuning for most, tuning in TUNINGS.items() if tokens_an_expert <= most)
 
 
-def _few_tokens(x: Tensor, routing: Routing | RouterLogits, experts: Experts, tuning: ExpertSums) -> Tensor:
-    assert x.is_contiguous() and experts.gate_up.is_contiguous() and experts.down.is_contiguous()
+def _few_tokens(x: Tensor, routing: Routing, experts: Experts, tuning: ExpertSums) -> Tensor:
     inner = gate_up_sums(x, routing, experts, tuning.gate_up)
     return down_sums(inner, routing, experts, tuning.down)
 
 
-def gate_up_sums(x: Tensor, routing: Routing | RouterLogits, experts: Experts, launch: Sum) -> Tensor:
-    """Inner features [N K, I] of pairs of token and expert, of a given choice or of one that the kernel makes."""
-    size, inner_size = experts.down.shape[1:]
-    top_k, (chosen, _, logits), choice = _choice(routing)
-    inner = x.new_empty(len(x) * top_k, inner_size)
+def gate_up_sums(x: Tensor, routing: Routing, experts: Experts, launch: Sum) -> Tensor:
+    """Inner features [N K, I] of pairs of token and expert."""
+    (num_rows, top_k), (size, inner_size) = routing.experts.shape, experts.down.shape[1:]
+    inner = x.new_empty(num_rows * top_k, inner_size)
     constexprs, num_warps = gate_up_sum_variant(size, inner_size, top_k, experts.activation, launch)
-    gate_up_sum_kernel[(triton.cdiv(2 * inner_size, constexprs["BLOCK_N"]), len(inner))](
-        x, experts.gate_up, experts.gate_up_bias, inner, chosen, logits,
-        **constexprs, **choice, num_warps=num_warps, **overlap_options(x.device), **FUSED,
+    gate_up_sum_kernel[(triton.cdiv(2 * inner_size, constexprs["BLOCK_N"]), num_rows * top_k)](
+        x, experts.gate_up, experts.gate_up_bias, inner, routing.experts,
+        **constexprs, num_warps=num_warps, **overlap_options(x.device), **FUSED,
     )  # fmt: skip
     return inner
 
 
-def down_sums(inner: Tensor, routing: Routing | RouterLogits, experts: Experts, launch: Sum) -> Tensor:
+def down_sums(inner: Tensor, routing: Routing, experts: Experts, launch: Sum) -> Tensor:
     """The layer's result [N, E]; the kernel right before must be that of ``gate_up_sums``."""
-    size, inner_size = experts.down.shape[1:]
-    top_k, pointers, choice = _choice(routing)
-    out = inner.new_empty(len(inner) // top_k, size)
+    (num_rows, top_k), (size, inner_size) = routing.experts.shape, experts.down.shape[1:]
+    out = inner.new_empty(num_rows, size)
     constexprs, num_warps = down_sum_variant(size, inner_size, top_k, launch)
-    down_sum_kernel[(triton.cdiv(size, constexprs["BLOCK_N"]), len(out))](
-        inner, experts.down, experts.down_bias, out, *pointers,
-        **constexprs, **choice, num_warps=num_warps, **overlap_options(inner.device), **FUSED,
+    down_sum_kernel[(triton.cdiv(size, constexprs["BLOCK_N"]), num_rows)](
+        inner, experts.down, experts.down_bias, out, *routing,
+        **constexprs, num_warps=num_warps, **overlap_options(inner.device), **FUSED,
     )  # fmt: skip
     return out
-
-
-def _choice(
-    routing: Routing | RouterLogits,
-) -> tuple[int, tuple[Tensor | None, Tensor | None, Tensor | None], dict[str, Any]]:
-    """Experts of a row, and arguments of the sum kernels: experts, weights and logits, and compile-time arguments."""
-    if isinstance(routing, Routing):
-        assert all(part.is_contiguous() for part in routing)
-        top_k = routing.experts.shape[1]
-        return top_k, (*routing, None), choice_variant(0, top_k, SoftmaxOver.CHOSEN)
-    assert routing.logits.is_contiguous()
-    num_experts = routing.logits.shape[1]
-    return routing.top_k, (None, None, routing.logits), choice_variant(num_experts, routing.top_k, routing.over)
 
 
 def _many_tokens(x: Tensor, routing: Routing, experts: Experts, tuning: ExpertTiles) -> Tensor:
@@ -239,12 +214,6 @@ def route_variant(num_experts: int, top_k: int, over: SoftmaxOver) -> tuple[dict
     """Compile-time arguments and warps of ``route_kernel``."""
     blocks = {"BLOCK_X": triton.next_power_of_2(num_experts), "BLOCK_K": triton.next_power_of_2(top_k)}
     return {"X": num_experts, "TOP_K": top_k, "OVER_ALL": over is SoftmaxOver.ALL, **blocks}, 1
-
-
-def choice_variant(num_experts: int, top_k: int, over: SoftmaxOver) -> dict[str, Any]:
-    """Compile-time arguments of the sum kernels' choice among ``num_experts``; 0 where it is given."""
-    blocks = {"BLOCK_X": triton.next_power_of_2(num_experts), "BLOCK_C": triton.next_power_of_2(top_k)}
-    return {"X": num_experts, "OVER_ALL": over is SoftmaxOver.ALL, **blocks}
 
 
 def sort_variant(num_pairs: int, num_experts: int, block_m: int) -> tuple[dict[str, Any], int]:

@@ -217,14 +217,9 @@ def moe_kernels(*, overlap: bool = True) -> Iterator[tuple[str, Any, dict[str, A
     for most, tuning in moe.TUNINGS.items():
         if isinstance(tuning, moe.ExpertSums):
             gate_up = moe.gate_up_sum_variant(size, inner, top_k, SwiGLU(), tuning.gate_up)
+            found.append((f"gate_up_sum {most}", gate_up_sum_kernel, gate_up))
             down = moe.down_sum_variant(size, inner, top_k, tuning.down)
-            given, logits = {"logits_ptr": None}, {"experts_ptr": None}  # the choice, or what to choose by
-            choose = moe.choice_variant(num, top_k, SoftmaxOver.CHOSEN)
-            take = moe.choice_variant(0, top_k, SoftmaxOver.CHOSEN)
-            for name, parts in (("", take | given), (" choosing", choose | logits)):
-                found.append((f"gate_up_sum {most}{name}", gate_up_sum_kernel, ({**gate_up[0], **parts}, gate_up[1])))
-                weights = {"weights_ptr": None} if name else {}
-                found.append((f"down_sum {most}{name}", down_sum_kernel, ({**down[0], **parts, **weights}, down[1])))
+            found.append((f"down_sum {most}", down_sum_kernel, down))
         else:
             gate_up = moe.tile_variant(2 * inner, size, top_k, SwiGLU(), tuning.block_m, tuning.gate_up)
             found.append((f"gate_up tile {most}", expert_tile_kernel, gate_up))

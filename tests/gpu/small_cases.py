@@ -133,8 +133,6 @@ def experts() -> None:
             for activation in (moe_cases.PLAIN, moe_cases.GPT_OSS):
                 weights = moe_cases.make_experts(5, 80, 37, BF16, bias=True, activation=activation)
                 assert moe_cases.mlp_error(9, weights, 2, tuning) < 4e-3
-        for over in SoftmaxOver:
-            assert moe_cases.routed_error(2, weights, 2, over) < 4e-3
 
 
 def sampling() -> None:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
 
 import torch
 from torch import Tensor
 
-from qkv_engine.kernels.moe import Experts, RouterLogits, Routing, SoftmaxOver, SwiGLU, reference
+from qkv_engine.kernels.moe import Experts, Routing, SoftmaxOver, SwiGLU, reference
 from qkv_engine.kernels.moe.triton import (
     ExpertSums,
     ExpertTiles,
     Sum,
     Tile,
     Tuning,
-    down_sums,
     experts_mlp_triton,
-    gate_up_sums,
     most_tiles,
     route_triton,
     sort_by_expert,
@@ -69,19 +66,6 @@ def mlp_error(
     found = experts_mlp_triton(x, routing, experts, tuning=tuning)
     assert found.shape == x.shape and found.dtype == x.dtype
     return relative_error(found, reference.experts_mlp(x, routing, experts))
-
-
-def routed_error(num_rows: int, experts: Experts, top_k: int, over: SoftmaxOver, *, is_odd: bool = False) -> float:
-    """Relative error of kernels that choose the experts themselves; of logits with ties, infinities and no NaN."""
-    number, dtype = len(experts.down), experts.down.dtype
-    logits = odd_logits(num_rows + 2, number)[:num_rows] if is_odd else torch.randn(num_rows, number)
-    router = RouterLogits(fenced(num_rows, number, dtype=dtype)[0].copy_(logits), top_k, over)
-    x, _ = fenced(num_rows, experts.down.shape[1], dtype=dtype)
-    tuning = TUNINGS["sums"]
-    assert isinstance(tuning, ExpertSums)
-    inner = gate_up_sums(x, router, experts, tuning.gate_up)
-    found = down_sums(inner, router, experts, tuning.down)
-    return relative_error(found, reference.experts_mlp(x, reference.route(*router), experts))
 
 
 def untouched_experts(tuning: Tuning, num_rows: int) -> float:
@@ -184,10 +168,6 @@ def cases() -> dict[str, Callable[[], float]]:
             found[key] = lambda a=(num_rows, num_experts, top_k, block_m, favourites): plan(*a)
     for name, tuning in TUNINGS.items():
         found |= product_cases(name, tuning)
-    for (name, dtype), over, is_odd in product(DTYPES.items(), SoftmaxOver, (False, True)):
-        found[f"{name} routed {over.name}{' odd' * is_odd}"] = lambda d=dtype, o=over, i=is_odd: routed_error(
-            3, make_experts(7, 48, 24, d, bias=True), 3, o, is_odd=i
-        )
     for num_rows in (1, 17, 33):  # launched as the engine does
         found[f"bf16 chosen {num_rows}"] = lambda n=num_rows: mlp_error(
             n, make_experts(8, 272, 80, torch.bfloat16, bias=True), 2, None
