@@ -131,6 +131,15 @@ def windows(machine: Machine) -> Iterator[Figure]:
         yield from over_limit(machine, shape, "int4", 8192, dict.fromkeys(SIZES), memory="74GiB")
 
 
+def windows_kernel(machine: Machine) -> Iterator[Figure]:
+    """Attention over pages of 4 bits in one layer that sees a window, 64 requests of 8,192 tokens."""
+    from .kernels.bench_paged_decode import measure
+
+    rows = list(measure("K4V4", 64, 8192, 4, [None], [None, 4096]))
+    whole, windowed = (min(row.us for row in rows if row.window == window) for window in (None, 4096))
+    yield Figure("a window of 4,096 tokens, over the time without", windowed / whole, "times", 0.6)
+
+
 def hybrid_steps(machine: Machine) -> Iterator[Figure]:
     """Steps of a model with gated delta-nets."""
     yield from over_limit(machine, "qwen3.5-4b", "bf16", 8192, dict.fromkeys(SIZES, 1.35), memory="74GiB")
@@ -216,6 +225,7 @@ PARTS: Mapping[str, Part] = {
     "weights-prompts": weights_prompts,
     "moe": moe,
     "windows": windows,
+    "windows-kernel": windows_kernel,
     "hybrid-steps": hybrid_steps,
     "hybrid-prompts": hybrid_prompts,
     "determinism": determinism,

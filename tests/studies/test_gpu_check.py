@@ -13,7 +13,7 @@ from studies.gpu_check import PARTS, Figure, line, main
 from studies.gpu_steps import Machine
 
 CPU = Machine("cpu", is_tiny=True)
-ON_CPU = [name for name in PARTS if name != "spectral-kernel" and not name.startswith("tests-")]
+ON_CPU = [name for name in PARTS if name not in ("spectral-kernel", "windows-kernel") and not name.startswith("tests-")]
 
 
 @pytest.mark.parametrize(
