@@ -47,6 +47,18 @@ def wait_for_previous(OVERLAP: tl.constexpr):
 
 
 @triton.jit
+def begin_in_chain(IS_FIRST: tl.constexpr, OVERLAP: tl.constexpr):
+    """Begins one of several kernels in a row that read the same, and nothing that another of them writes.
+
+    The first waits, then lets the next start, so that the others need no wait but at their end. What was written right
+    before the first they load past L1, which may hold what lay there before.
+    """
+    if IS_FIRST:
+        wait_for_previous(OVERLAP)
+    let_next_start(OVERLAP)
+
+
+@triton.jit
 def after_previous(pointer, OVERLAP: tl.constexpr):
     """``pointer`` after ``wait_for_previous``, for loads by inline assembly that could otherwise move before the wait.
 

@@ -15,7 +15,7 @@ Source:  FlashAttention-2 (arXiv 2307.08691); flash-decoding split-KV
 import triton
 import triton.language as tl
 
-from ..overlap import let_next_start, wait_for_previous
+from ..overlap import begin_in_chain, wait_for_previous
 from ..soft_cap import soft_cap
 
 
@@ -56,8 +56,9 @@ def decode_float_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     OVERLAP: tl.constexpr,
+    IS_FIRST: tl.constexpr = False,
 ):
-    let_next_start(OVERLAP)
+    begin_in_chain(IS_FIRST, OVERLAP)
     i_w, i_h = tl.load(item_first_ptr + first_rung) + tl.program_id(0) // H, tl.program_id(0) % H
     if i_w >= tl.load(item_first_ptr + end_rung):
         wait_for_previous(OVERLAP)
@@ -78,7 +79,7 @@ def decode_float_kernel(
     o_g, o_d, o_tile = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     b_rows = (o_g < G)[:, None] & (o_d < D)[None, :]
     p_q = q_ptr + i_b * stride_q_b + (i_h * G + o_g[:, None]) * stride_q_h + o_d[None, :]
-    b_q = tl.load(p_q, mask=b_rows, other=0.0).to(DTYPE)
+    b_q = tl.load(p_q, mask=b_rows, other=0.0, cache_modifier=".cg").to(DTYPE)
 
     b_m = tl.full([BLOCK_G], -1e30, tl.float32)
     b_l = tl.zeros([BLOCK_G], tl.float32)

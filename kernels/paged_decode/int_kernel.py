@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ..formats.uniform.integer_codes import tile_lanes
-from ..overlap import let_next_start, wait_for_previous
+from ..overlap import begin_in_chain, wait_for_previous
 from ..soft_cap import soft_cap
 
 
@@ -57,12 +57,13 @@ def decode_int_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     OVERLAP: tl.constexpr,
+    IS_FIRST: tl.constexpr = False,
 ):
     """One item of one KV head. ``QUERY`` and ``SCORES`` are K's, ``BEGIN``, ``ADD`` and ``FINISH`` V's functions.
 
     ``WINDOW`` hides the first tokens of the item's first block alone: the plan leaves out the blocks before it.
     """
-    let_next_start(OVERLAP)
+    begin_in_chain(IS_FIRST, OVERLAP)
     i_w, i_h = tl.load(item_first_ptr + first_rung) + tl.program_id(0) // H, tl.program_id(0) % H
     if i_w >= tl.load(item_first_ptr + last_rung):
         wait_for_previous(OVERLAP)

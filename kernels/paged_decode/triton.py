@@ -16,7 +16,7 @@ from ..formats import PageLayout
 from ..formats.family import KeyFunctions, ValueFunctions
 from ..formats.loaders import page_loaders
 from ..fusion import FUSED
-from ..overlap import can_overlap
+from ..overlap import overlap_options
 from .float_kernel import decode_float_kernel
 from .int_kernel import decode_int_kernel
 from .layer import FormatRange, LayerFormats
@@ -73,10 +73,8 @@ def paged_decode(
     num_parts = len(work.items)
     o = torch.empty(num_parts, num_heads, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(num_parts, num_heads, dtype=torch.float32, device=q.device)
-    overlap = can_overlap(q.device)
-    chained = {"OVERLAP": overlap, **({"launch_pdl": True} if overlap else {})}
-    options: dict[str, Any] = {"OVERLAP": overlap}  # the first launch waits for what is before it in the stream
-    for formats, num_programs in launches(layer.ranges, work.bounds, num_kv_heads):
+    options = overlap_options(q.device)
+    for index, (formats, num_programs) in enumerate(launches(layer.ranges, work.bounds, num_kv_heads)):
         kernel, constexprs, tuned = decode_variant(
             formats.page,
             num_heads // num_kv_heads,
@@ -104,11 +102,11 @@ def paged_decode(
             **places,
             **bank_arguments(formats.page, work.banks),
             **constexprs,
+            IS_FIRST=index == 0,
             num_warps=tuned.num_warps,
             **options,
             **FUSED,
         )
-        options = chained
     block_p, block_h, num_warps = STEADY_MERGE if work.bounds.is_steady else _merge_tile(num_parts, batch)
     merge_kernel[(batch, triton.cdiv(num_heads, block_h))](
         o,
@@ -135,7 +133,7 @@ def kernel_names(bounds: Bounds, batch: int) -> list[Hashable]:
 
     Launches of one name differ in their grids and tensors alone, so that they share a compiled kernel.
     """
-    order = (bounds.others > 0) + (bounds.others > bounds.first)  # all but the first are launched with other options
+    order = (bounds.others > 0) + (bounds.others > bounds.first)  # the first is another kernel than the rest
     merge = STEADY_MERGE if bounds.is_steady else _merge_tile(bounds.num_items, batch)
     return [("attention", bounds.is_short, order), ("merge", *merge)]
 

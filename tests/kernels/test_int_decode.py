@@ -60,3 +60,14 @@ def test_every_byte_of_a_page_is_fetched_ahead_and_once(k_bits: int, v_bits: int
     head_nbytes = sum(s.head_codes_nbytes + s.head_meta_nbytes for s in (k, v))
     assert "tt.load" not in built.asm["ttgir"].split("scf.for", 1)[1]
     assert found["spilled"] == 0 and found["shared"] <= head_nbytes + 2048
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_the_first_kernel_of_a_chain_waits_before_it_lets_others_start(is_first: bool) -> None:
+    """The others need no wait before they read what was written before the first: they wait only at their end."""
+    arguments = cases.constexprs(*cases.sides(4, 4, 128, "channel", 128, 128, heads=2), 4)
+    options = {**arguments, "STAGES": 1, "OVERLAP": True, "IS_FIRST": is_first}
+    ptx = compile_kernel(decode_int_kernel, options, Tuning(1, 1)).asm["ptx"]
+    waits, starts = ptx.index("griddepcontrol.wait"), ptx.index("griddepcontrol.launch_dependents")
+    assert (waits < starts) == is_first
+    assert max(waits, starts) < ptx.index("ld.global") if is_first else starts < ptx.index("ld.global") < waits

@@ -65,7 +65,8 @@ def load_query(p_q, FIRST: tl.constexpr, COUNT: tl.constexpr, b_heads, scale):
     """Channels FIRST .. FIRST + COUNT - 1 of the heads' queries times ``scale``, padded with zeros: [n, BLOCK_G]."""
     o_d = tl.arange(0, block_of(COUNT))
     b_mask = (o_d < COUNT)[:, None] & b_heads[None, :]
-    return tl.load(p_q[None, :] + (FIRST + o_d)[:, None], mask=b_mask, other=0.0).to(tl.float32) * scale
+    p = p_q[None, :] + (FIRST + o_d)[:, None]
+    return tl.load(p, mask=b_mask, other=0.0, cache_modifier=".cg").to(tl.float32) * scale
 
 
 @triton.jit
