@@ -13,11 +13,12 @@ from ..fusion import FUSED
 from ..overlap import overlap_options
 from ..product_parts import power_of_2_below
 from ..swiglu import swiglu
-from .code_fragment import code_fragment_kernel
 from .code_sum import code_sum_kernel
 from .code_tile import add_splits, code_tile_kernel
 from .dequantize_kernel import dequantize
-from .packed import MAX_SPAN, PackedCodes
+from .packed import PackedCodes
+
+SPLIT_PROGRAMS = 528  # four on each multiprocessor of an H200; splits make up to as many
 
 
 class CodeTuning(NamedTuple):
@@ -25,7 +26,7 @@ class CodeTuning(NamedTuple):
 
     ``slices``: parts of the columns, a warp each; 1: warps share them. ``spans``: spans of a step. ``scaled``:
     elements of 4 bits are scaled in place of the sums of a group. ``splits``: parts of the columns, at most, a program
-    each, where programs are few.
+    each, up to ``programs`` of them.
     """
 
     block_m: int
@@ -36,6 +37,7 @@ class CodeTuning(NamedTuple):
     num_stages: int
     scaled: bool = False
     splits: int = 1
+    programs: int = SPLIT_PROGRAMS
 
 
 class CodeSums(NamedTuple):
@@ -48,18 +50,7 @@ class CodeSums(NamedTuple):
     loads: int
 
 
-class CodeFragments(NamedTuple):
-    """Launch parameters of ``code_fragment_kernel``.
-
-    ``warps``: parts of the columns. ``tiles``: 16 rows of the weight each. ``ahead``: steps under way.
-    """
-
-    warps: int
-    tiles: int
-    ahead: int
-
-
-Tuning = CodeTuning | CodeSums | CodeFragments
+Tuning = CodeTuning | CodeSums
 
 # By the bits of a code and the most rows that each serves; beyond the last entry weights are written out.
 TUNINGS: dict[int, dict[int, Tuning]] = {
@@ -70,7 +61,7 @@ TUNINGS: dict[int, dict[int, Tuning]] = {
         32: CodeTuning(32, 64, 1, 2, 4, 3, splits=4),
         64: CodeTuning(64, 128, 1, 1, 4, 3, splits=4),
         128: CodeTuning(128, 64, 1, 1, 4, 3, scaled=True, splits=4),
-        256: CodeTuning(128, 128, 1, 1, 8, 4, scaled=True, splits=2),
+        256: CodeTuning(128, 128, 1, 1, 8, 4, scaled=True, splits=2, programs=132),  # a multiprocessor holds one
     },
     8: {
         1: CodeSums(vectors=64, loads=16),
@@ -90,15 +81,8 @@ WIDE_TUNINGS: dict[int, dict[int, Tuning]] = {
     },
     8: {16: CodeTuning(16, 32, 4, 1, 4, 3), 64: CodeTuning(64, 64, 1, 1, 4, 3)},
 }
-# The same of few rows, of weights whose rows are made of whole steps; not measured yet, so studies alone take them.
-FRAGMENTS: dict[int, dict[int, CodeFragments]] = {
-    4: {16: CodeFragments(warps=8, tiles=2, ahead=2)},
-    8: {16: CodeFragments(warps=8, tiles=2, ahead=2)},
-}
-MAX_X_TILES = 2  # of 8 rows, of a program of ``code_fragment_kernel``
 WIDE = 16_384
 MAX_TILE_ROWS = 256
-SPLIT_PROGRAMS = 528  # four on each multiprocessor of an H200; splits make up to as many
 
 
 def linear_integer(x: Tensor, weight: PackedCodes, bias: Tensor | None = None, *, gated: bool = False) -> Tensor:
@@ -120,8 +104,7 @@ def linear_codes(
 ) -> Tensor:
     """``linear_integer`` by a kernel of ours, columns of ``x`` in the order of the codes.
 
-    ``tuning``: launch parameters, and with them the kernel; ``CodeSums`` serves one row alone, ``CodeFragments`` the
-    weights of ``has_fragments``.
+    ``tuning``: launch parameters, and with them the kernel; ``CodeSums`` serves one row alone.
     """
     num_rows, num_out = len(x), len(weight.codes)
     assert x.is_contiguous() and x.shape[1] == weight.num_columns
@@ -129,11 +112,6 @@ def linear_codes(
     kernel, constexprs, num_warps = code_variant(weight, num_rows, gated=gated, tuning=tuning)
     launch = {"num_warps": num_warps, **overlap_options(x.device)}
     operands = weight.scales, weight.zeros, bias
-    if kernel is code_fragment_kernel:
-        of_tiles = triton.cdiv(num_out, 16 * constexprs["TILES"]), triton.cdiv(num_rows, 8 * constexprs["X_TILES"])
-        words = x.view(torch.int32), weight.codes.view(torch.int32)
-        kernel[of_tiles](*words, *operands, out, num_out, num_rows, **constexprs, **launch, **FUSED)
-        return out
     programs = triton.cdiv(num_out, constexprs["BLOCK_N"])
     if kernel is code_sum_kernel:
         kernel[(programs,)](x, weight.codes.view(torch.int32), *operands, out, num_out, **constexprs, **launch, **FUSED)
@@ -157,9 +135,6 @@ def code_variant(
     if isinstance(tuning, CodeSums):
         found, num_warps = _sum_variant(weight, tuning)
         return code_sum_kernel, constexprs | found, num_warps
-    if isinstance(tuning, CodeFragments):
-        found = _fragment_variant(weight, num_rows, tuning, gated)
-        return code_fragment_kernel, constexprs | found, found["WARPS"]
     found, num_warps = _tile_variant(weight, num_rows, tuning)
     return code_tile_kernel, constexprs | found, num_warps
 
@@ -167,14 +142,6 @@ def code_variant(
 def can_sum(weight: PackedCodes) -> bool:
     """Whether rows of the weight are vectors of 16 bytes."""
     return weight.codes.shape[1] % 16 == 0 and weight.num_columns % 4 == 0
-
-
-def has_fragments(weight: PackedCodes) -> bool:
-    """Whether rows are whole steps of ``code_fragment_kernel``, in each of which a row has one scale."""
-    step = 128 if weight.kind == "int4" else 64
-    is_split = weight.kind != "int4" or weight.span == MAX_SPAN
-    is_grouped = weight.group == weight.num_columns or weight.group % step == 0
-    return weight.kind != "float8" and is_split and is_grouped and weight.num_columns % step == 0
 
 
 def _tuning(weight: PackedCodes, num_rows: int) -> Tuning:
@@ -192,20 +159,9 @@ def _sum_variant(weight: PackedCodes, tuning: CodeSums) -> tuple[dict[str, Any],
     return {"BLOCK_N": min(8, max(2, power_of_2_below(rows))), "BLOCK_Q": 32 * num_warps}, num_warps
 
 
-def _fragment_variant(weight: PackedCodes, num_rows: int, tuning: CodeFragments, gated: bool) -> dict[str, Any]:
-    number = weight.num_columns // (128 if weight.kind == "int4" else 64)
-    warps = min(tuning.warps, power_of_2_below(number))
-    return {
-        "WARPS": warps,
-        "TILES": max(2, tuning.tiles) if gated else tuning.tiles,
-        "X_TILES": min(MAX_X_TILES, triton.cdiv(num_rows, 8)),
-        "AHEAD": min(tuning.ahead, triton.cdiv(number, warps)),
-    }
-
-
-def num_splits(most: int, programs: int, number: int) -> int:
-    """The most splits up to ``most`` that divide a ``number`` of steps and make ``SPLIT_PROGRAMS`` programs at most."""
-    splits = max(1, min(most, SPLIT_PROGRAMS // programs))
+def num_splits(most: int, programs: int, number: int, limit: int = SPLIT_PROGRAMS) -> int:
+    """The most splits up to ``most`` that divide a ``number`` of steps and make ``limit`` programs at most."""
+    splits = max(1, min(most, limit // programs))
     while number % splits:
         splits -= 1
     return splits
@@ -217,7 +173,7 @@ def _tile_variant(weight: PackedCodes, num_rows: int, tuning: CodeTuning) -> tup
     programs = triton.cdiv(weight.shape[0], tuning.block_n) * triton.cdiv(num_rows, tuning.block_m)
     while number % slices or (slices > 1 and weight.num_columns % weight.span):
         slices //= 2
-    splits = num_splits(tuning.splits, programs, number // slices)
+    splits = num_splits(tuning.splits, programs, number // slices, tuning.programs)
     while number // slices // splits % spans:
         spans //= 2
     if tuning.slices > 1:

@@ -208,14 +208,10 @@ def code_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
         int8 = pack(IntegerWeight(torch.empty(4096, 4096, dtype=torch.int8), scales[:, :1]))
         float8 = pack(Float8Weight(torch.empty(4096, 4096, dtype=torch.float8_e4m3fn), torch.empty(4096, 1)))
     for weight, gated in product((int4, int8, float8), (False, True)):
-        tunings = [(f"{n} rows", n, tuning) for n, tuning in integer.TUNINGS[4 if weight is int4 else 8].items()]
-        if integer.has_fragments(weight):
-            fragments = integer.FRAGMENTS[4 if weight is int4 else 8]
-            tunings += [(f"{n} rows fragments", n, tuning) for n, tuning in fragments.items()]
-        for rows, num_rows, tuning in tunings:
-            kernel, constexprs, num_warps = integer.code_variant(weight, num_rows, gated=gated, tuning=tuning)
+        for num_rows in integer.TUNINGS[4 if weight is int4 else 8]:
+            kernel, constexprs, num_warps = integer.code_variant(weight, num_rows, gated=gated)
             constexprs |= {"OVERLAP": True, "ASM": True, "bias_ptr": None, "zeros_ptr": None}
-            name = f"{weight.kind} {rows}" + gated * " gated"
+            name = f"{weight.kind} {num_rows} rows" + gated * " gated"
             yield name, kernel, constexprs, Tuning(num_warps, constexprs.get("STAGES", 1))
 
 

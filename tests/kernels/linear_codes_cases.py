@@ -15,7 +15,6 @@ from qkv_engine.kernels.linear.dequantize_kernel import dequantize
 from qkv_engine.kernels.linear.float8 import Float8Tuning, scaled_tiles
 from qkv_engine.kernels.linear.float8_rows import Float8Rows, quantize_rows, swiglu_rows
 from qkv_engine.kernels.linear.integer import (
-    CodeFragments,
     CodeSums,
     CodeTuning,
     Tuning,
@@ -37,12 +36,6 @@ TILES: dict[str, Tuning] = {
     "splits": CodeTuning(block_m=32, block_n=32, slices=1, spans=2, num_warps=2, num_stages=2, splits=2),
     "large tiles": CodeTuning(block_m=64, block_n=64, slices=1, spans=1, num_warps=4, num_stages=2),
 }
-FRAGMENTS = {  # steps are fewer than warps take, all under way, or of several rounds of which the last is not whole
-    "few steps": (384, CodeFragments(warps=4, tiles=2, ahead=1)),
-    "one round": (1024, CodeFragments(warps=2, tiles=1, ahead=4)),
-    "rounds": (1408, CodeFragments(warps=2, tiles=2, ahead=2)),
-}
-
 FLOAT8 = {
     "tiles": Float8Tuning(block_m=64, block_n=64, num_warps=4, num_stages=3),
     "splits": Float8Tuning(block_m=16, block_n=32, num_warps=2, num_stages=2, splits=2),
@@ -231,15 +224,6 @@ def cases() -> dict[str, Callable[[], float]]:
         for form in ("int4/128", "int8 channel", "float8 blocks"):
             found[f"{name} {form}"] = lambda m=formats[form], t=tuning: product(
                 m(torch.bfloat16), 1 if isinstance(t, CodeSums) else 70, torch.bfloat16, linear_codes, True, tuning=t
-            )
-    for name, (size, fragments) in FRAGMENTS.items():
-        for form, (bits, group, zeros) in {
-            "int4": (4, 128, True),
-            "int8": (8, 64, False),
-            "channel": (8, size, False),
-        }.items():
-            found[f"fragments {name} {form}"] = lambda s=(37, size, bits, group), z=zeros, t=fragments: product(
-                integer_weight(*s, torch.bfloat16, zeros=z), 19, torch.bfloat16, linear_codes, True, tuning=t
             )
     for num_rows in (1, 9, 40):
         weight = integer_weight(74, 256, 4, 128, torch.bfloat16)
