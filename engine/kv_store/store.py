@@ -34,7 +34,7 @@ logger = logging.getLogger("qkv_engine")
 
 MAX_SEGMENT_NBYTES: Final = 2**28  # small enough that giving one up is a small step
 MAX_QUEUED_NBYTES: Final = 2**28
-NUM_READERS: Final = 2  # threads; more gain nothing on one disk
+NUM_READERS: Final = 8  # threads: each takes checksums, too, and a disk is at its speed with several reads at once
 SEGMENTS: Final = 16  # of a store that is full, so that little is given up at once
 LEAST_SEGMENTS: Final = 4  # of a small store
 RECORDS: Final = 4  # of a segment at least: half of it may be handed on, and one must fit behind

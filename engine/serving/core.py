@@ -36,7 +36,7 @@ from .submission import Completion, Submission
 logger = logging.getLogger("qkv_engine")
 
 DISK_SECONDS = 0.005  # that a call from another thread waits for the disk at most
-COPY_RATE = 20e9  # bytes a second to and from host memory beside a step: less than PCIe has, so that no step waits
+COPY_RATE = 40e9  # bytes a second to and from host memory beside a step: less than PCIe has, so that no step waits
 
 
 class EngineCore:
