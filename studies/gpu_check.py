@@ -29,7 +29,11 @@ from .gpu_host import Return, from_disk, returns, steps_beside_copies
 from .gpu_steps import Machine, prompts, spectral, steps, without_bases
 
 TESTS = Path(__file__).resolve().parents[1] / "tests/gpu"
-PAGE = ("graded-64x4", "graded-16x8")  # the average page of a plan of 1.5 code bits
+# K and V of the layers by turns, as plans of so many bits have them on average, and their recent windows.
+SPECTRAL = {
+    "1.75 bits": (("graded-64x4",), ("graded-16x8",), 0),
+    "1.4 bits": (("graded-32x4-32x2", "graded-64x4"), ("graded-16x8", "graded-16x4", "graded-16x4"), 128),
+}
 PYTEST = str(Path(sys.executable).with_name("pytest"))  # ``python -m`` would find our kernels/ for another package
 SOAK_SECONDS = "300"
 SIZES = (1, 16, 64)
@@ -66,14 +70,16 @@ def spectral_kernel(machine: Machine) -> Iterator[Figure]:
 
 def spectral_steps(machine: Machine) -> Iterator[Figure]:
     """Throughput of the largest batch against that of 16 bits, and what K's basis costs a step."""
-    with tempfile.TemporaryDirectory() as folder:
-        kv = spectral(Path(folder), machine, "qwen3-8b", *PAGE)
-        (wide,) = steps(machine, "qwen3-8b", "bf16", [None], 8192, memory=ALL)
-        few, most = steps(machine, "qwen3-8b", kv, [64, None], 8192, memory=ALL)
-        (plain,) = steps(machine, "qwen3-8b", without_bases(kv), [64], 8192, memory=ALL)
-    gain = most.tokens_a_second / wide.tokens_a_second
-    yield Figure(f"throughput of {most.batch} requests over bf16's {wide.batch}", gain, "times", 5.2, most=False)
-    yield Figure(f"the basis in a step of {few.batch}", 100 * (few.seconds / plain.seconds - 1), "%", 3.0)
+    (wide,) = steps(machine, "qwen3-8b", "bf16", [None], 8192, memory=ALL)
+    for bits, (k, v, recent) in SPECTRAL.items():
+        with tempfile.TemporaryDirectory() as folder:
+            kv = spectral(Path(folder), machine, "qwen3-8b", k, v, recent)
+            few, most = steps(machine, "qwen3-8b", kv, [64, None], 8192, memory=ALL)
+            (plain,) = steps(machine, "qwen3-8b", without_bases(kv), [64], 8192, memory=ALL)
+        gain = most.tokens_a_second / wide.tokens_a_second
+        what = f"{bits}: throughput of {most.batch} requests over bf16's {wide.batch}"
+        yield Figure(what, gain, "times", 5.2, most=False)
+        yield Figure(f"the basis in a step of {few.batch}", 100 * (few.seconds / plain.seconds - 1), "%", 3.0)
 
 
 def weights_few(machine: Machine) -> Iterator[Figure]:

@@ -9,6 +9,7 @@ import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -156,8 +157,11 @@ def random_ids(engine: Engine, length: int, seed: int) -> list[int]:
     return torch.randint(engine.vocab_size, (length,), generator=generator).tolist()
 
 
-def spectral(folder: Path, machine: Machine, shape: str, k: str, v: str) -> KVConfig:
-    """An eager ladder to the graded sides ``k`` and ``v`` in random orthogonal bases, whose file goes to ``folder``."""
+def spectral(folder: Path, machine: Machine, shape: str, k: Sequence[str], v: Sequence[str], recent: int) -> KVConfig:
+    """An eager ladder to graded sides in random orthogonal bases, whose file goes to ``folder``.
+
+    Layers take the sides ``k`` and ``v`` by turns; the newest ``recent`` tokens stay dense.
+    """
     config, generator = machine.config(shape), torch.Generator().manual_seed(0)
 
     def matrices(heads: int, size: int) -> torch.Tensor:
@@ -170,8 +174,9 @@ def spectral(folder: Path, machine: Machine, shape: str, k: str, v: str) -> KVCo
     path = folder / "random.bases.safetensors"
     path.write_bytes(data)
     file = BasesFile(str(path), hashlib.sha256(data).hexdigest())
-    rungs = (DENSE16, RungConfig("spectral", k, v))
-    return KVConfig(name="spectral", rungs=rungs, sink=32, recent=128, eager=True, bases=file)
+    sides = (tuple(islice(cycle(names), len(sizes))) for names in (k, v))
+    rungs = (DENSE16, RungConfig("spectral", *sides))
+    return KVConfig(name="spectral", rungs=rungs, sink=32, recent=recent, eager=True, bases=file)
 
 
 def without_bases(kv: KVConfig) -> KVConfig:
