@@ -255,8 +255,8 @@ BOOKS = (
         "blocks in use are given up",
         "idle",
         "IdleBlocks._can_go",
-        "(block := entry.blocks[group]) is not None and block.refs == 1",
-        "entry.blocks[group] is not None",
+        "block is not None and block.refs == 1",
+        "block is not None",
     ),
     Patch(
         "idle blocks before one in use are kept",
