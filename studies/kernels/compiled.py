@@ -42,7 +42,6 @@ from qkv_engine.kernels.moe import triton as moe
 from qkv_engine.kernels.moe.route_kernel import route_kernel, sort_kernel
 from qkv_engine.kernels.moe.sum_kernel import down_sum_kernel, gate_up_sum_kernel
 from qkv_engine.kernels.moe.tile_kernel import combine_kernel, expert_tile_kernel
-from qkv_engine.kernels.output_gate.triton import output_gate_kernel, output_gate_variant
 from qkv_engine.kernels.paged_decode.triton import NO_BANKS, Tuning, decode_variant
 from qkv_engine.kernels.paged_prefill.kernel import prefill_kernel
 from qkv_engine.kernels.paged_prefill.stage import stage_kernel
@@ -72,7 +71,6 @@ BF16 = (
     "residual",
     "weight",
     "gate_up",
-    "gate",
     "qkv",
     "pages",
     "logits",
@@ -167,7 +165,6 @@ def fused_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
         "add_rms_norm 4096": (rms_norm_kernel, rms_norm_variant(4096, 1e-5, add=True)),
         "add_rms_norm 5120": (rms_norm_kernel, rms_norm_variant(5120, 1e-5, add=True)),
         "swiglu 14336": (swiglu_kernel, swiglu_variant(14336)),
-        "output_gate 4096": (output_gate_kernel, output_gate_variant(4096)),
         "float8 swiglu 12288": (swiglu_rows_kernel, swiglu_rows_variant(12288)),
         "rope_kv_write 32/8 D128": (rope_kv_write_kernel, rope_kv_write_variant(32, 8, 128, 1e-6, norm=False)),
         "rope_kv_write 32/8 D128 norm": (rope_kv_write_kernel, rope_kv_write_variant(32, 8, 128, 1e-6, norm=True)),

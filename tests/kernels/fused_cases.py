@@ -7,8 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from qkv_engine.kernels.output_gate import output_gate as plain_output_gate
-from qkv_engine.kernels.output_gate.triton import output_gate_triton
 from qkv_engine.kernels.rms_norm import reference as rms_norm_reference
 from qkv_engine.kernels.rms_norm.triton import rms_norm_triton
 from qkv_engine.kernels.rope_kv_write import KeyBasis, rope_kv_write_reference
@@ -72,13 +70,6 @@ def swiglu(inner: int, num_rows: int, dtype: torch.dtype) -> float:
     gate_up, _ = fenced(num_rows, 2 * inner, dtype=dtype)
     gate_up *= 4
     return roundings(swiglu_triton(gate_up), swiglu_reference.swiglu(gate_up))
-
-
-def output_gate(size: int, num_rows: int, dtype: torch.dtype) -> float:
-    x, _ = fenced(num_rows, size, dtype=dtype)
-    gate, _ = fenced(num_rows, size, dtype=dtype)
-    gate[:, 0] = -120.0
-    return roundings(output_gate_triton(x, gate), plain_output_gate(x, gate))
 
 
 def swiglu_extremes() -> float:
@@ -183,9 +174,6 @@ def cases() -> dict[str, Callable[[], float]]:
                 s, n, d
             )
         for inner, num_rows in ((1, 2), (5, 3), (1025, 2)):
-            found[f"output_gate {name} {num_rows} x {inner}"] = lambda i=inner, n=num_rows, d=dtype: output_gate(
-                i, n, d
-            )
             found[f"swiglu {name} {num_rows} x {inner}"] = lambda i=inner, n=num_rows, d=dtype: swiglu(i, n, d)
         for norm in (False, True):
             for heads, kv_heads, head_dim in ((7, 1, 6), (6, 3, 10), (4, 2, 80)):
