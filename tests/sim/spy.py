@@ -334,7 +334,8 @@ class SpySpace(Relief):
         chains = [sizes for group in groups for sizes, _ in group.chains]
         least = min(a - b for sizes in chains for a, b in pairwise(sizes))
         slots = sum(sum(group.slots) for group in groups)
-        slab, dense = self.tables.arena.slab_nbytes, sum(self.holdings.dense(1)) + slots
+        slab = self.tables.arena.slab_nbytes
+        dense = sum(-(-size // slab) * slab if size > slab else size for size in self.holdings.dense(1)) + slots
         running, num_rungs = len(self.scheduler.running), sum(map(len, chains))
         bound = self._most_ahead() + self._pressure.EAGER_PER_STEP * -(-running // 32)
         bound += self._num_urgent() + self.num_shrunk
