@@ -142,8 +142,9 @@ def linear_few_rows(
     if kernel is linear_tile_kernel:
         launch_tiles(x, weight, bias, out, constexprs, num_warps)
         return out
-    options = {"num_warps": num_warps, **overlap_options(x.device), **FUSED}
-    kernel[(triton.cdiv(num_out, constexprs["BLOCK_N"]),)](x, weight, bias, out, num_out, **constexprs, **options)
+    options = {"num_warps": num_warps, **overlap_options(x.device)}
+    grid = (triton.cdiv(num_out, constexprs["BLOCK_N"]),)
+    kernel[grid](x, weight, bias, out, num_out, **constexprs, **options, **FUSED)
     return out
 
 
@@ -153,8 +154,8 @@ def launch_tiles(
     """Writes the product, or its SwiGLU, of any number of rows to ``out`` by ``linear_tile_kernel``."""
     num_rows, num_out = len(x), len(weight)
     grid = triton.cdiv(num_rows, constexprs["BLOCK_M"]), triton.cdiv(num_out, constexprs["BLOCK_N"])
-    options = {"num_warps": num_warps, **overlap_options(x.device), **FUSED}
-    linear_tile_kernel[grid](x, weight, bias, out, num_out, num_rows, **constexprs, **options)
+    options = {"num_warps": num_warps, **overlap_options(x.device)}
+    linear_tile_kernel[grid](x, weight, bias, out, num_out, num_rows, **constexprs, **options, **FUSED)
 
 
 def few_rows_variant(

@@ -74,7 +74,7 @@ def test_prompts_come_back_with_equal_tokens(engine: Engine, expected: list[list
 
 
 def test_idle_blocks_are_copied_while_nothing_runs_so_that_giving_them_up_costs_nothing():
-    with Engine(kv="bf16", kv_memory=7 * BLOCK_NBYTES, host_memory="32MiB") as engine:
+    with Engine(small_demo(), kv="bf16", kv_memory=7 * BLOCK_NBYTES, host_memory="8MiB") as engine:
         ask(engine, PROMPTS[0])
         _wait_until(engine, lambda stats: stats.host_bytes_written == NUM_BLOCKS * BLOCK_NBYTES)
         core = engine._alive.core

@@ -172,7 +172,7 @@ def answers(memory: str, cuda_graphs: bool = False) -> list[list[Any]]:
     params = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
     load += [Submission(f"long{i}", None, [7 + i] * (40 + i), params, 300, 0, [], i == 1, floor=2) for i in range(3)]
     outputs = play(core, load, {20: "r3", 50: "r7"})
-    assert (core.scheduler.num_preemptions > 0) == (memory == "6MiB")
+    assert (core.scheduler.num_preemptions > 0) == (memory == "1536KiB")
     assert not any(output.error for output in outputs)
     for output in outputs[-3:]:
         tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
@@ -181,7 +181,7 @@ def answers(memory: str, cuda_graphs: bool = False) -> list[list[Any]]:
     return [seen(output) for output in outputs]
 
 
-@pytest.mark.parametrize("memory", ["64MiB", "6MiB"])
+@pytest.mark.parametrize("memory", ["64MiB", "1536KiB"])
 def test_answers_are_those_of_steps_made_from_nothing(memory: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("qkv_engine.kv.manager.KVManager.admits", lambda *args: True)
     monkeypatch.setattr(GpuAttentionPlanner, "begin", begin_step)
