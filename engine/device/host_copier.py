@@ -5,7 +5,7 @@ On a GPU each direction has a stream of its own, so that blocks leave and come a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -130,20 +130,14 @@ class HostCopier:
             self._fetch(fetches)
             return
         out, back = self._sides
-        if fetches:
-            with back.beside():
-                for number, run in enumerate(led(fetches)):
-                    self._let_go_first(back, run)
-                    self._fetch([run])
-                    if number < LEAD_RUNS:
-                        back.pause()
+
+        def fetch(run: HostCopy) -> None:
+            self._let_go_first(back, run)
+            self._fetch([run])
+
+        _enqueue(back, fetches, fetch)
         self.settle()
-        if writes:
-            with out.beside():
-                for number, run in enumerate(led(writes)):
-                    self._write([run])
-                    if number < LEAD_RUNS:
-                        out.pause()
+        _enqueue(out, writes, lambda run: self._write([run]))
         self._is_beside = bool(writes or fetches)
 
     def _let_go_first(self, back: SideWork, run: HostCopy) -> None:
@@ -182,6 +176,16 @@ def merged(copies: Iterable[HostCopy], piece_nbytes: int) -> list[HostCopy]:
         else:
             runs.append(copy)
     return [part for run in runs for part in _within_pieces(run, piece_nbytes)]
+
+
+def _enqueue(side: SideWork, runs: Sequence[HostCopy], copy: Callable[[HostCopy], None]) -> None:
+    """Copies ``runs`` beside, with gaps between the first ones."""
+    if runs:
+        with side.beside():
+            for number, run in enumerate(led(runs)):
+                copy(run)
+                if number < LEAD_RUNS:
+                    side.pause()
 
 
 def led(runs: Sequence[HostCopy]) -> list[HostCopy]:

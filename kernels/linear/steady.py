@@ -2,7 +2,7 @@
 
 A library chooses its kernel, and with it the order in which a dot product is summed, by the number of rows. On the CPU
 a layout and numbers of rows that agree are found when a weight is packed, and products keep to them; on a GPU one
-kernel with tiles of one size computes any number of rows.
+kernel, whose tiles all sum in one order, computes any number of rows.
 """
 
 from __future__ import annotations
