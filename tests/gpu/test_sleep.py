@@ -22,7 +22,8 @@ def test_memory_of_the_device_goes_back(resizable: bool):
         for _ in range(2):
             before = torch.cuda.mem_get_info()[0]
             engine.sleep()
-            assert torch.cuda.mem_get_info()[0] - before >= 4 * GIB
-            engine.wake()
-            assert torch.cuda.mem_get_info()[0] < before + GIB // 4
+            asleep = torch.cuda.mem_get_info()[0]
+            assert asleep - before >= 4 * GIB
+            engine.wake()  # captured steps may come back later, as they are met
+            assert asleep - torch.cuda.mem_get_info()[0] >= 4 * GIB
             assert engine.generate("What is 6*7? " * 50, PARAMS)[0].token_ids == expected
