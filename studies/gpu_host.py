@@ -28,10 +28,13 @@ from qkv_engine.startup import start
 from .gpu_steps import Machine, ask, random_ids
 
 PAUSE = 1.0  # seconds, for idle blocks to be copied
-NUM_POOL, POOL_TOKENS, ROUNDS = 6, 8192, 2  # prompts that come back in turn
+NUM_POOL, POOL_TOKENS, ROUNDS = 6, 8192, 8  # prompts that come back in turn; some 200 steps beside copies
 OTHERS = 16  # requests that decode: a sixteenth of such a prompt, and an eighth behind it
 READ_NBYTES, READERS = 2**22, (4, 16)  # of a file at once, by so many threads: what the disk gives
-NARROW = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 2048, "num_attention_heads": 16}
+NARROW = {
+    "hidden_size": 256, "intermediate_size": 512, "vocab_size": 2048, "num_attention_heads": 16,
+    "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
 
 
 class Return(NamedTuple):

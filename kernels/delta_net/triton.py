@@ -26,6 +26,7 @@ SOLVE_REGISTERS = 168  # a thread: three programs then fit a multiprocessor of H
 # By the bytes of an element. In 16 bits never fewer: on an H200 products of 128 rows and 32 columns gave wrong sums
 # (Triton 3.6). In 32 bits more do not fit registers.
 SCAN_COLUMNS = {2: 64, 4: 32}
+MAX_STAGED_KEYS = 128  # key channels of a head: three stages of wider ones do not fit shared memory
 ELEMENT = {FLOAT32: tl.float32, INT16: tl.int16, INT8: tl.int8}
 
 
@@ -156,7 +157,7 @@ def chunk_solve_variant(spec: StateSpec, dtype: torch.dtype) -> tuple[dict[str, 
 
 def chunk_scan_variant(spec: StateSpec, dtype: torch.dtype, *, large: bool) -> tuple[dict[str, Any], int]:
     """Compile-time arguments and warps of ``chunk_scan_kernel``; ``large``: see ``has_large_shared``."""
-    is_staged = large and dtype.itemsize == 2
+    is_staged = large and dtype.itemsize == 2 and spec.k_dim <= MAX_STAGED_KEYS
     products = {"CHUNK": CHUNK, "PRECISION": _precision(dtype), "STAGES": 3 if is_staged else 1}
     columns = SCAN_COLUMNS[dtype.itemsize]
     blocks = _blocks(spec, columns)

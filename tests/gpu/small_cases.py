@@ -121,6 +121,7 @@ def quantized_products(device: str = "cuda") -> None:
             assert math.isfinite(codes.gated(weight, 3) + codes.written_out(weight, BF16))
         for name, tuning in codes.FLOAT8.items():
             assert math.isfinite(codes.scaled(19, tuning, gated=name == "splits"))
+        assert not codes.normed_rows(300, 3, True) and not codes.gated_rows(4100, 3)
 
 
 def experts() -> None:

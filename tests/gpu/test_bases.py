@@ -75,8 +75,9 @@ def lead(folder: Path, prompt: list[int], tokens: list[int], others: list[int], 
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=2)
     with Engine(folder, **options) as engine:
         (output,) = engine.generate([prompt + tokens[:parted]], params)
-    assert output.logprobs is not None
-    found = output.logprobs[0]
+    logprobs = output.outputs[0].logprobs
+    assert logprobs is not None
+    found = logprobs[0]
     return abs(found[tokens[parted]].logprob - found[others[parted]].logprob)
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
+from qkv_engine.kernels.delta_net import StateSpec
+from qkv_engine.kernels.delta_net.chunk_kernels import chunk_scan_kernel
+from qkv_engine.kernels.delta_net.triton import MAX_STAGED_KEYS, chunk_scan_variant
 from qkv_engine.kernels.nvidia import LARGE_SHARED_NBYTES
-from studies.kernels.compiled import compile_kernel, delta_net_kernels, describe
+from studies.kernels.compiled import Tuning, compile_kernel, delta_net_kernels, describe
 
 SPILLED = {"chunk_scan": 128, "chunk_solve": 64}  # bytes; without shared memory for stages operands wait in registers
 
@@ -29,3 +33,10 @@ def test_kernels_fit_in_registers_and_shared_memory(capability: int) -> None:
             assert found["registers"] <= 128, name
         names.add(name)
     assert len(names) == 17
+
+
+def test_wide_keys_fit_in_shared_memory() -> None:
+    spec = StateSpec(num_k_heads=1, num_v_heads=1, k_dim=MAX_STAGED_KEYS + 28, v_dim=122, conv_width=2)
+    constexprs, num_warps = chunk_scan_variant(spec, torch.bfloat16, large=True)
+    found = describe(compile_kernel(chunk_scan_kernel, constexprs, Tuning(num_warps, constexprs["STAGES"]), 90))
+    assert found["shared"] <= LARGE_SHARED_NBYTES

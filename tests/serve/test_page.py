@@ -57,6 +57,7 @@ def test_the_commands_run(port: str):
     assert 'qkv:kv_free_bytes{model_name="demo"}' in printed[2].stdout
 
 
+@pytest.mark.slow
 def test_the_programs_run(port: str):
     """Each prints what the comments at the ends of its lines say."""
     programs = run_here("python")

@@ -1,0 +1,25 @@
+"""Copies of host tensors in the calling thread."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from qkv_engine.kernels.to_device import copy_here
+
+TENSORS = {
+    "bfloat16": torch.randn(3, 5).to(torch.bfloat16),
+    "scalar": torch.tensor(4),
+    "empty": torch.zeros(0, 3),
+    "bools": torch.tensor([True, False]),
+    "transposed": torch.arange(12).view(3, 4).T,
+    "part of a row": torch.arange(40)[3:11:2],
+}
+
+
+@pytest.mark.parametrize("source", TENSORS.values(), ids=TENSORS)
+def test_every_element_is_copied(source: Tensor) -> None:
+    target = torch.empty(source.shape, dtype=source.dtype)
+    copy_here(target, source)
+    assert torch.equal(target, source)
