@@ -25,7 +25,8 @@ from qkv_engine import Engine
 from qkv_engine.bench.provenance import device_name
 from qkv_engine.errors import QKVError
 
-from .gpu_host import Return, from_disk, returns, steps_beside_copies
+from .gpu_copies import steps_beside_copies
+from .gpu_host import Return, from_disk, returns
 from .gpu_steps import Machine, prompts, spectral, steps, without_bases
 
 TESTS = Path(__file__).resolve().parents[1] / "tests/gpu"
@@ -37,6 +38,7 @@ SPECTRAL = {
 PYTEST = str(Path(sys.executable).with_name("pytest"))  # ``python -m`` would find our kernels/ for another package
 SOAK_SECONDS = "300"
 SIZES = (1, 16, 64)
+SLOWEST = 5  # steps that are printed with what they did
 ALL = "80GiB"  # weights and KV, unless a part says else
 GB = 1e9
 
@@ -182,11 +184,13 @@ def came_back(found: Return, when: str, target: float | None) -> Iterator[Figure
 
 def host_steps(machine: Machine) -> Iterator[Figure]:
     """Decode steps of 16 requests beside copies, over such steps alone."""
-    times = steps_beside_copies(machine)
+    alone, beside = steps_beside_copies(machine)
     for name, share, target in (("median", 0.5, 5.0), ("99th of 100", 0.99, 10.0)):
-        quiet, busy = (sorted(each)[int(share * len(each))] for each in times)
-        yield Figure(f"{name} of {len(times.quiet)} steps alone", 1e3 * quiet, "ms")
-        yield Figure(f"longer, of {len(times.busy)} beside copies", 100 * (busy / quiet - 1), "%", target)
+        quiet, busy = (sorted(note.seconds for note in each)[int(share * len(each))] for each in (alone, beside))
+        yield Figure(f"{name} of {len(alone)} steps alone", 1e3 * quiet, "ms")
+        yield Figure(f"longer, of {len(beside)} beside copies", 100 * (busy / quiet - 1), "%", target)
+    for note in sorted(beside, key=lambda note: -note.seconds)[:SLOWEST]:
+        print(f"host-steps: {note}", flush=True)
 
 
 def disk(machine: Machine) -> Iterator[Figure]:

@@ -1,4 +1,4 @@
-"""Prompts back from host memory and from disk, and steps beside copies: what parts of ``studies/gpu_check.py`` time.
+"""Prompts back from host memory and from disk: what parts of ``studies/gpu_check.py`` time.
 
 KV has the bytes of qwen3-8b at 16 bits, 144 KiB a token. On a CPU with the demo shape it says nothing of speed.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,19 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import save_file
 
-from qkv_engine import Engine, SamplingParams
-from qkv_engine.config import EngineConfig
+from qkv_engine import Engine
 from qkv_engine.models.shapes import SHAPES
-from qkv_engine.presets import resolve_kv
-from qkv_engine.serving.core import EngineCore
-from qkv_engine.serving.submission import Submission
-from qkv_engine.startup import start
 
 from .gpu_steps import Machine, ask, random_ids
 
 PAUSE = 1.0  # seconds, for idle blocks to be copied
-NUM_POOL, POOL_TOKENS, ROUNDS = 6, 8192, 8  # prompts that come back in turn; some 200 steps beside copies
-OTHERS = 16  # requests that decode: a sixteenth of such a prompt, and an eighth behind it
 READ_NBYTES, READERS = 2**22, (4, 16)  # of a file at once, by so many threads: what the disk gives
 NARROW = {
     "hidden_size": 256, "intermediate_size": 512, "vocab_size": 2048, "num_attention_heads": 16,
@@ -79,62 +71,6 @@ def returns(machine: Machine) -> Iterator[Return]:
             before = engine.stats().host_bytes_fetched
             seconds = ask(engine, [ids[0]])
             yield Return(when, engine.stats().host_bytes_fetched - before, seconds, computed)
-
-
-class StepTimes(NamedTuple):
-    """Seconds of decode steps without chunks of prompts, ``quiet`` ones and those beside copies."""
-
-    quiet: list[float]
-    busy: list[float]
-
-
-def steps_beside_copies(machine: Machine) -> StepTimes:
-    """Steps of requests that decode while prompts come back in turn from host memory, and others leave for them."""
-    length = machine.tokens(POOL_TOKENS)
-    core = start(EngineConfig(**options(machine, length, kv=resolve_kv("bf16")))).core
-    try:
-        pool = [_ids(length, seed) for seed in range(NUM_POOL)]
-        for index, ids in enumerate(pool):
-            _add(core, f"first {index}", ids, 1)
-            _times(core)
-        for index in range(machine.requests(OTHERS)):
-            _add(core, f"other {index}", _ids(length // 16, 100 + index), length // 8)
-        while not all(request.num_output_tokens for request in core.scheduler.requests.values()):
-            core.step()
-        times = StepTimes(_times(core, length // 40).quiet, [])
-        for index in range(ROUNDS * NUM_POOL):
-            name = _add(core, f"again {index}", pool[index % NUM_POOL], 1)
-            while name in core.live:
-                times.busy.extend(_times(core, 1).busy)
-        return times
-    finally:
-        core.free()
-
-
-def _ids(length: int, seed: int) -> list[int]:
-    return torch.randint(1000, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def _add(core: EngineCore, name: str, ids: list[int], max_tokens: int) -> str:
-    params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-    core.add(Submission(name, None, ids, params, max_tokens, 0, [], False, floor=0))
-    return name
-
-
-def _times(core: EngineCore, number: int = sys.maxsize) -> StepTimes:
-    """Of the next steps while there is work."""
-    times, tier = StepTimes([], []), core.space.prefix.host.tier  # type: ignore[union-attr]
-    while number and core.has_work:
-        number -= 1
-        before = tier.stats()
-        core.step()
-        now = tier.stats()
-        if core.last_step is not None and core.last_step[0] is not None:
-            is_busy = (now.out_nbytes, now.written_nbytes, now.fetched_nbytes) != (
-                before.out_nbytes, before.written_nbytes, before.fetched_nbytes,
-            )  # fmt: skip
-            (times.busy if is_busy else times.quiet).append(core.last_step[1])
-    return times
 
 
 class DiskTimes(NamedTuple):

@@ -48,6 +48,7 @@ class Fetching:
         self.is_under_way = is_under_way
         self._tables, self._traffic, self._request = tables, traffic, request
         self._missing, self._held = deque(missing), held
+        self._first: tuple[int, dict[int, int]] = -1, {}  # spare blocks, and what is wanted with them
         for block in held:
             tables.store.share(block)
 
@@ -60,11 +61,11 @@ class Fetching:
 
     def has_room(self, spare: int) -> bool:
         """Whether the next piece has room beside the first block of its request, and ``spare`` ones."""
-        return self._tables.arena.has_room(self._wanted(spare) + self._sizes())
+        return self._tables.arena.has_room(self._all(spare))
 
     def shortage(self, spare: int) -> Shortage:
         """The room that the next piece lacks then."""
-        return Shortage(self._tables, self._wanted(spare) + self._sizes())
+        return Shortage(self._tables, self._all(spare))
 
     def fetch(self) -> bool:
         """Has the next piece fetched, for which there is room; ``False`` if the host gave it up for what made room."""
@@ -87,12 +88,18 @@ class Fetching:
     def _is_kept(self, missing: Missing) -> bool:
         return all(self._traffic.tier.is_kept(missing.piece, copy) for copy in missing.copies)
 
-    def _sizes(self) -> Counter[int]:
-        return Counter(copy.slot.nbytes for copy in self._missing[0].copies)
+    def _all(self, spare: int) -> dict[int, int]:
+        """Slots by size of the next piece, and of what is wanted beside it."""
+        if self._first[0] != spare:
+            self._first = spare, self._wanted(spare)
+        wanted = self._first[1].copy()
+        for copy in self._missing[0].copies:
+            wanted[copy.slot.nbytes] = wanted.get(copy.slot.nbytes, 0) + 1
+        return wanted
 
-    def _wanted(self, spare: int) -> Counter[int]:
+    def _wanted(self, spare: int) -> dict[int, int]:
         """Slots by size of a request's first blocks behind a prefix, and of ``spare`` blocks in each group."""
         wanted = Counter(self._tables.dense(1 + spare))
         for group in self._tables.spec.groups:
             wanted.update(slot.nbytes for slot in group.slots[group.num_token_slots :])
-        return wanted
+        return dict(wanted)

@@ -38,6 +38,7 @@ class HostTier:
         self.unsaved: dict[bytes, None] | None = None  # keys of pieces with new copies, if anybody asks
         self._main = spec.groups.index(spec.main)
         self._pieces: OrderedDict[bytes, HostPiece] = OrderedDict()  # by key, the least recently used first
+        self._num_copies = 0  # of all pieces
         self._unsure: dict[HostBlock, HostPiece] = {}  # copies whose sources are remembered
         self._gone: dict[Block, tuple[bytes, int]] = {}  # blocks given up: their keys, by commands that have not ended
         self._busy: dict[Slot, int] = {}  # slots in copies that may be under way, with the number of their command
@@ -60,9 +61,9 @@ class HostTier:
 
     def stats(self) -> HostStats:
         """Bytes in use, and what has moved since the counters were reset."""
-        number, moved = sum(1 for piece in self._pieces.values() for _ in piece.held()), self._moved
+        moved, arena = self._moved, self.arena
         return HostStats(
-            self.arena.nbytes, self.arena.used_nbytes, number, moved["out"], moved["written"], moved["fetched"],
+            arena.nbytes, arena.used_nbytes, self._num_copies, moved["out"], moved["written"], moved["fetched"],
             moved["dropped"], dict(self._fetched_tokens),
         )  # fmt: skip
 
@@ -314,6 +315,7 @@ class HostTier:
     def _put(self, piece: HostPiece, copy: HostBlock) -> None:
         """Adds a copy to its piece, in place of the one before."""
         before, piece.blocks[copy.group] = piece.blocks[copy.group], copy
+        self._num_copies += 1
         self.shares.add(piece.tenant, copy.slot.nbytes)
         if before is not None:
             self._forget(piece, before)
@@ -373,6 +375,7 @@ class HostTier:
     def _forget(self, piece: HostPiece, copy: HostBlock) -> None:
         """Frees the slot of a copy, no part of ``piece`` any more, as soon as no command and no disk needs it."""
         self.shares.add(piece.tenant, -copy.slot.nbytes)
+        self._num_copies -= 1
         self._unsure.pop(copy, None)
         self._writes.pop(copy, None)
         self._release(copy.slot)

@@ -70,6 +70,7 @@ class IdleBlocks:
         self._hints, self._spec, self._shares = hints, spec, shares
         self._entries, self._children, self._cached = entries, children, cached
         self._full = spec.full
+        self._has_parts = len(spec.groups) > 1
         self._counted: dict[bytes, list[tuple[int, int]]] = {}  # kinds of blocks of an entry that can be given up
         self._kinds: Counter[tuple[int, int]] = Counter()  # of all of them
         self.serials = count()
@@ -90,27 +91,33 @@ class IdleBlocks:
 
     def count(self, entry: Entry) -> None:
         """Counts anew what can be given up of ``entry``, whose blocks changed, and files what can go alone now."""
-        self.uncount(entry)
         found = [(block.group, block.rung) for block in entry.blocks if block is not None and block.refs == 1]
-        if found:
-            self._counted[entry.key] = found
-            self._kinds.update(found)
-            self._shares.add(entry.tenant, self._nbytes_of(found))
+        if found != self._counted.get(entry.key, []):
+            self.uncount(entry)
+            if found:
+                self._counted[entry.key] = found
+                self._count_kinds(entry.tenant, found, 1)
         if len(self._full) > 1 and not self._is_whole(entry):
             for index in self._full:
                 self.file_exit(entry, index)
 
     def uncount(self, entry: Entry) -> None:
         """Counts out what could be given up of ``entry``."""
-        counted = self._counted.pop(entry.key, ())
-        self._shares.add(entry.tenant, -self._nbytes_of(counted))
-        for kind in counted:
-            self._kinds[kind] -= 1
-            if not self._kinds[kind]:
-                del self._kinds[kind]
+        counted = self._counted.pop(entry.key, None)
+        if counted is not None:
+            self._count_kinds(entry.tenant, counted, -1)
 
-    def _nbytes_of(self, kinds: Iterable[tuple[int, int]]) -> int:
-        return sum(self._spec.groups[group].nbytes(rung) for group, rung in kinds)
+    def _count_kinds(self, tenant: str, kinds: Iterable[tuple[int, int]], sign: int) -> None:
+        """Counts blocks of a tenant in, or out if ``sign`` is -1."""
+        for kind in kinds:
+            number = self._kinds.get(kind, 0) + sign
+            if number:
+                self._kinds[kind] = number
+            else:
+                del self._kinds[kind]
+        if self._shares.is_kept:
+            nbytes = sum(self._spec.groups[group].nbytes(rung) for group, rung in kinds)
+            self._shares.add(tenant, sign * nbytes)
 
     def recount(self, block: Block) -> None:
         """``count`` for the entry of ``block``, if it is cached."""
@@ -282,7 +289,7 @@ class IdleBlocks:
 
     def _place(self, entry: Entry, index: int) -> int:
         """The group by whose block's age the block of a group goes: its own, or the first of those that go together."""
-        if index not in self._full or not self._is_whole(entry):
+        if not self._has_parts or index not in self._full or not self._is_whole(entry):
             return index
         return next(group for group in self._full if entry.blocks[group] is not None)
 

@@ -11,13 +11,9 @@ class TenantShares:
 
     def __init__(self, most_nbytes: Callable[[], float] | None = None):
         self._most_nbytes = most_nbytes
+        self.is_kept = most_nbytes is not None  # whether tenants have shares
         self._nbytes: Counter[str] = Counter()
         self._most, self._over = 0.0, dict[str, None]()
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether tenants have shares."""
-        return self._most_nbytes is not None
 
     @property
     def over(self) -> Collection[str]:

@@ -41,7 +41,7 @@ RARE = {  # seeds that show bugs that need a coincidence, tried first
     "who is left of a batch fails": 1048,
     "a hit may be narrower than the floor": 126,
     "idle blocks before one in use are kept": 287,
-    "blocks are given up by an old age": 78,
+    "blocks are given up by an old age": 287,
     "blocks that others follow are given up in turn": 147,
     "a wide block gives way to a narrow one": 126,
 }

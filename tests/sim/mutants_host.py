@@ -187,6 +187,15 @@ HOST_BUGS = (
         seed=11046,
     ),
     Bug(
+        "copies that are gone are counted",
+        "host_tier",
+        "HostTier._forget",
+        "self._num_copies -= 1",
+        "pass",
+        case="host",
+        seed=11002,
+    ),
+    Bug(
         "copies are trusted before their values are known",
         "host_tier",
         "HostTier.confirm",

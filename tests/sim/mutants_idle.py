@@ -75,6 +75,7 @@ IDLE = (
         "block is not None and block.refs == 1",
         "block is not None",
     ),
+    Patch("who changes is counted twice", "idle", "IdleBlocks.count", "self.uncount(entry)", "pass"),
     Patch("bytes in use count as idle", "idle", "IdleBlocks.nbytes", "block.refs == 1", "True"),
     Patch("who falls idle later is older", "idle", "IdleBlocks.fell_idle", "next(self.serials)", "-next(self.serials)"),
     Patch(
