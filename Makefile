@@ -18,14 +18,16 @@ demo: .venv/.installed
 	@printf '\n'
 	$(BIN)/qkv-engine bench --batch-sweep 1,4,16 --input-len 64 --output-len 32 --repeats 1
 
+# One process more than cores, since tests of servers and of programs wait.
+WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 # Programs that tests start find compiled modules, whatever the environment asks.
 COMPILED := PYTHONDONTWRITEBYTECODE=
 
 test: .venv/.installed-test lint
-	$(COMPILED) $(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"
+	$(COMPILED) $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"
 
 test-full: .venv/.installed-test .venv/.installed-clients lint
-	$(COMPILED) $(BIN)/pytest -n auto --dist loadfile -m "not gpu"
+	$(COMPILED) $(BIN)/pytest -n $(WORKERS) --dist loadfile -m "not gpu"
 
 test-gpu: .venv/.installed-test
 	$(BIN)/pytest -m gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -55,6 +56,7 @@ def cyclic() -> list[Any]:
     return found
 
 
+@functools.cache
 def deep() -> list[Any]:
     found: list[Any] = []
     for _ in range(100_000):

@@ -16,14 +16,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_cases(path: Path | str) -> dict[str, float]:
-    """The figures that the module of cases at ``path`` reports, by case."""
+def run_cases(path: Path | str, *, slow: bool = False) -> dict[str, float]:
+    """The figures that the module of cases at ``path`` reports, by case; those of its slow ones if asked."""
     module = ".".join(Path(path).resolve().relative_to(ROOT).with_suffix("").parts)
     server = _server()
     assert server.stdin is not None and server.stdout is not None
     with tempfile.TemporaryDirectory() as folder:
         output, errors = Path(folder) / "output", Path(folder) / "errors"
-        print(json.dumps([module, str(output), str(errors)]), file=server.stdin, flush=True)
+        print(json.dumps([module, str(output), str(errors), *["slow"] * slow]), file=server.stdin, flush=True)
         answered, _, _ = select.select([server.stdout], [], [], 600)
         assert answered, f"{module} takes longer than ten minutes"
         assert server.stdout.readline() == "0\n", errors.read_text()[-4000:]
@@ -39,8 +39,8 @@ def _server() -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def report(cases: dict[str, Callable[[], float]]) -> None:
-    """Child side: runs every case and prints its figure; a case that raises reports the error."""
+def report(cases: dict[str, Callable[[], float]], slow: dict[str, Callable[[], float]] | None = None) -> None:
+    """Child side: runs every case, or every slow one, and prints its figure; a case that raises reports the error."""
     from .quick_types import use_quick_types
 
     _use_true_bf16()
@@ -50,7 +50,7 @@ def report(cases: dict[str, Callable[[], float]]) -> None:
     _use_less_time()
     use_quick_types()
     figures: dict[str, Any] = {}
-    for name, case in cases.items():
+    for name, case in (slow or {} if sys.argv[1:] == ["slow"] else cases).items():
         try:
             figures[name] = case()
         except Exception as error:

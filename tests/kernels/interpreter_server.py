@@ -1,6 +1,7 @@
 """A process that has imported PyTorch and Triton's interpreter, and runs each module of cases in a fork of its own.
 
-It reads lines ``[module, file for its output, file for its errors]`` and answers each with the exit status.
+It reads lines ``[module, file for its output, file for its errors, arguments...]`` and answers each with the exit
+status.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ def main() -> None:
         print(os.waitstatus_to_exitcode(status), flush=True)
 
 
-def _run(module: str, output: str, errors: str) -> NoReturn:
+def _run(module: str, output: str, errors: str, *arguments: str) -> NoReturn:
     """In the fork: as ``python -m module``."""
-    status = 1
+    status, sys.argv[1:] = 1, arguments
     try:
         for path, descriptor in ((output, 1), (errors, 2)):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)

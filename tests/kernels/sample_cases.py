@@ -135,7 +135,7 @@ def shares() -> float:
     logits = torch.tensor([0.0, -1.0, -2.0, -30.0])
     total = sum(float(2.0 ** (40 + int(x))) for x in logits)
     goals = [one + d for d in (-1, -0.5, 0, 0.5, 1)] + [1.5 * one + d for d in (-0.5, 0, 0.25, 1)]
-    limits = [(k, goal / (total if k == 0 else 1.5 * one)) for goal in goals for k in (0, 2) for _ in range(8)]
+    limits = [(k, goal / (total if k == 0 else 1.5 * one)) for goal in goals for k in (0, 2) for _ in range(3)]
     return float(differing(logits.repeat(len(limits), 1), table_of([(k, min(p, 1.0)) for k, p in limits])))
 
 

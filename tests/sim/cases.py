@@ -239,7 +239,7 @@ def _admit_at(rng: random.Random, sizes: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """Options changed by ``change``, run with the seeds ``few`` or ``many``.
+    """Options changed by ``change``, run with the seeds ``few``, of ``num_events`` each, or ``many``.
 
     Every kind of ``shows`` comes up in each of the two, and none of ``lacks``.
     """
@@ -249,18 +249,19 @@ class Case:
     many: range
     shows: tuple[str, ...] = KINDS
     lacks: tuple[str, ...] = ()
+    num_events: int = 240  # before all may finish; enough for all of ``shows``
 
 
 CASES = {
     "slots": Case(with_slots, range(300, 311), range(400, 900)),
     "banks": Case(
         with_bank, range(629, 637), range(2000, 2500),
-        ("mined", *(kind for kind in KINDS if kind not in SHARING)), SHARING,
+        ("mined", *(kind for kind in KINDS if kind not in SHARING)), SHARING, 400,
     ),
     "many rungs": Case(many_rungs, range(108, 122), range(650, 1150)),
     "ratios": Case(with_ratio, range(213, 223), range(1200, 1700)),
     "scored": Case(with_scored, range(3088, 3115), range(4000, 4500)),
-    "paced": Case(with_pace, range(6100, 6110), range(7000, 7500)),
+    "paced": Case(with_pace, range(6100, 6110), range(7000, 7500), num_events=320),
     "groups": Case(
         with_groups, range(8003, 8019), range(8100, 8600),
         (*KINDS, "trim"),
@@ -279,10 +280,12 @@ CASES = {
             *(kind for kind in KINDS if kind not in RARE), "kept", "moved along", "restored", "given up",
             "checkpoint down", "state down",
         ),
+        num_events=280,
     ),
     "disk": Case(
         with_disk, range(12_000, 12_016), range(12_100, 12_600),
         (*(kind for kind in KINDS if kind != "refused"), "out", "written", "fetched", "saved", "read", "torn"),
+        num_events=280,
     ),
     "doubts": Case(
         with_doubts, range(14_002, 14_010), range(14_100, 14_400),
@@ -291,6 +294,7 @@ CASES = {
     "quotas": Case(
         with_quotas, range(15_003, 15_013), range(15_100, 15_400),
         ("demotion", "idle", "hit", "out", "written", "over"),
+        num_events=400,
     ),
     "hints": Case(
         with_hints, range(13_000, 13_016), range(13_100, 13_600),

@@ -152,16 +152,18 @@ if __name__ == "__main__":
     report(
         {
             "one rung, sink, padded": lambda: compare((), 16, alike, is_padded=True),
-            "windows, padded": lambda: compare((), 16, windows(None, 100), is_padded=True),
             "windows, nested rungs": lambda: compare((EIGHT_AND_FOUR, uniform_rung(4)), 32, windows(300, 150)),
-            "a window, soft cap, null logits": lambda: compare(
-                (uniform_rung(4),), 0, windows(200, 200), softcap=3.0, has_null_logit=True, scale=0.3
-            ),
             "a window, two head dims, null logits, 4 and 2 bits": lambda: compare(
                 (uniform_rung(4), uniform_rung(2)), 16, (LayerKV(1, 80), LayerKV(2, 32, 180)), has_null_logit=True
             ),
             "codes of the layer below": lambda: compare((EIGHT_IN_SMALL_GROUPS, PAIR), 16, alike),
+        },
+        slow={
+            "windows, padded": lambda: compare((), 16, windows(None, 100), is_padded=True),
+            "a window, soft cap, null logits": lambda: compare(
+                (uniform_rung(4),), 0, windows(200, 200), softcap=3.0, has_null_logit=True, scale=0.3
+            ),
             "patterns, sink": lambda: compare((pattern_rung(2, 20),), 16, alike),
             "3 bits, groups of 32, head dim 80": lambda: compare((uniform_rung(3, 32),), 0, (LayerKV(2, 80),) * 2),
-        }
+        },
     )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.kernels.interpreted import run_cases
 
 
-def test_steps_on_gpu_and_cpu_agree():
-    figures = run_cases(Path(__file__).with_name("attention_gpu_cases.py"))
-    assert len(figures) == 8
+@pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_steps_on_gpu_and_cpu_agree(slow: bool):
+    figures = run_cases(Path(__file__).with_name("attention_gpu_cases.py"), slow=slow)
+    assert len(figures) == 4
     assert {name: figure for name, figure in figures.items() if not (isinstance(figure, float) and figure < 3e-3)} == {}
 
 

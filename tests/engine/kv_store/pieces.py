@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import random
 from collections.abc import Sequence
 
 from qkv_engine.fingerprint import ModelFingerprint
@@ -29,8 +28,7 @@ def sha(*parts: object) -> bytes:
 
 def piece(number: int, parent: bytes = ROOT) -> Piece:
     """The piece of a number behind ``parent``."""
-    tokens = [random.Random(number).randrange(99) for _ in range(16)]
-    return Piece(sha(number, parent), parent, tokens)
+    return Piece(sha(number, parent), parent, [byte % 99 for byte in sha(number)[:16]])
 
 
 def contents(key: bytes, group: int, rung: int, nbytes: int | None = None) -> bytes:
