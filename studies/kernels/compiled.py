@@ -36,7 +36,7 @@ from qkv_engine.kernels.linear import integer
 from qkv_engine.kernels.linear.codes import Float8Weight, IntegerWeight
 from qkv_engine.kernels.linear.float8_rows import swiglu_rows_kernel, swiglu_rows_variant
 from qkv_engine.kernels.linear.packed import pack
-from qkv_engine.kernels.linear.triton import TILES, few_rows_variant
+from qkv_engine.kernels.linear.triton import ANY, TILES, few_rows_variant
 from qkv_engine.kernels.moe import SoftmaxOver, SwiGLU
 from qkv_engine.kernels.moe import triton as moe
 from qkv_engine.kernels.moe.route_kernel import route_kernel, sort_kernel
@@ -188,13 +188,16 @@ def basis_kernels(*head_dims: int, overlap: bool = True) -> Iterator[tuple[str, 
 
 
 def linear_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
-    """Products of 16-bit weights, for the shapes of Qwen3 8B."""
-    for num_rows in (1, *TILES):
-        for num_out, size, gated in ((24576, 4096, True), (4096, 12288, False)):
-            kernel, constexprs, num_warps = few_rows_variant(num_rows, num_out, size, gated=gated)
-            constexprs |= {"OVERLAP": True, "bias_ptr": None}
-            name = kernel.__name__.replace("_kernel", f" {num_rows} x {size}") + gated * " gated"
-            yield name, kernel, constexprs, Tuning(num_warps, constexprs.get("STAGES", 1))
+    """Products of 16-bit weights in every tile: SwiGLU's of weights with many rows, plain ones of others."""
+    shapes = [(1, 24576, 4096), (1, 4096, 12288)]
+    for num_rows, tiles in TILES.items():
+        shapes += [(num_rows, 24576, 4096) if most == ANY else (num_rows, int(most), 12288) for most in tiles]
+    for num_rows, num_out, size in shapes:
+        gated = num_out == 24576
+        kernel, constexprs, num_warps = few_rows_variant(num_rows, num_out, size, gated=gated)
+        constexprs |= {"OVERLAP": True, "bias_ptr": None}
+        name = kernel.__name__.replace("_kernel", f" {num_rows} x {size} x {num_out}") + gated * " gated"
+        yield name, kernel, constexprs, Tuning(num_warps, constexprs.get("STAGES", 1))
 
 
 def code_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
