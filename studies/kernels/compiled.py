@@ -35,7 +35,7 @@ from qkv_engine.kernels.fusion import FUSED, UNFUSED
 from qkv_engine.kernels.linear import integer
 from qkv_engine.kernels.linear.codes import Float8Weight, IntegerWeight
 from qkv_engine.kernels.linear.float8_rows import swiglu_rows_kernel, swiglu_rows_variant
-from qkv_engine.kernels.linear.packed import pack
+from qkv_engine.kernels.linear.packed import PackedCodes, pack
 from qkv_engine.kernels.linear.triton import ANY, TILES, few_rows_variant
 from qkv_engine.kernels.moe import SoftmaxOver, SwiGLU
 from qkv_engine.kernels.moe import triton as moe
@@ -207,12 +207,18 @@ def code_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
         int4 = pack(IntegerWeight(torch.empty(4096, 2048, dtype=torch.uint8), scales))
         int8 = pack(IntegerWeight(torch.empty(4096, 4096, dtype=torch.int8), scales[:, :1]))
         float8 = pack(Float8Weight(torch.empty(4096, 4096, dtype=torch.float8_e4m3fn), torch.empty(4096, 1)))
+    found: list[tuple[str, PackedCodes, int, bool, integer.Tuning | None]] = []
     for weight, gated in product((int4, int8, float8), (False, True)):
         for num_rows in integer.TUNINGS[4 if weight is int4 else 8]:
-            kernel, constexprs, num_warps = integer.code_variant(weight, num_rows, gated=gated)
-            constexprs |= {"OVERLAP": True, "ASM": True, "bias_ptr": None, "zeros_ptr": None}
-            name = f"{weight.kind} {num_rows} rows" + gated * " gated"
-            yield name, kernel, constexprs, Tuning(num_warps, constexprs.get("STAGES", 1))
+            found.append((f"{weight.kind} {num_rows} rows" + gated * " gated", weight, num_rows, gated, None))
+    wide = integer.TUNINGS[4][16]  # 4,096 rows of a weight are few
+    found.append(("int4 16 rows, more of the weight", int4, 16, False, wide))
+    tall = integer.TALL_TUNING
+    found += [("int4 256 rows tall", int4, 256, False, tall), ("int4 256 rows tall gated", int4, 256, True, tall)]
+    for name, weight, num_rows, gated, tuning in found:
+        kernel, constexprs, num_warps = integer.code_variant(weight, num_rows, gated=gated, tuning=tuning)
+        constexprs |= {"OVERLAP": True, "ASM": True, "bias_ptr": None, "zeros_ptr": None}
+        yield name, kernel, constexprs, Tuning(num_warps, constexprs.get("STAGES", 1))
 
 
 def moe_kernels(*, overlap: bool = True) -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
