@@ -48,9 +48,9 @@ def choose_split(
     ``is_dense``: most blocks are dense.
     """
     blocks = max(1.0, num_blocks / num_requests)
-    programs, candidates = (DENSE_RESIDENT if is_dense else CODES_RESIDENT), SPLIT_BLOCKS
-    if is_dense and head_dim > DENSE_CHANNELS:
-        programs, candidates = WIDE_RESIDENT, WIDE_SPLIT_BLOCKS
+    is_wide = is_dense and head_dim > DENSE_CHANNELS
+    programs = WIDE_RESIDENT if is_wide else DENSE_RESIDENT if is_dense else CODES_RESIDENT
+    candidates = WIDE_SPLIT_BLOCKS if is_wide else SPLIT_BLOCKS
     resident = programs * num_multiprocessors
 
     def cost(size: int) -> float:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qkv_engine.kernels.linear import codes_reference, linear, linear_swiglu
-from qkv_engine.kernels.linear.integer import TALL_TUNING, TUNINGS, CodeTuning, linear_codes
+from qkv_engine.kernels.linear.integer import TALL_TUNING, TUNINGS, CodeTuning, Tuning, linear_codes
 from qkv_engine.kernels.linear.packed import PackedCodes, pack
 from qkv_engine.kernels.linear.triton import TileTuning, linear_few_rows
 from qkv_engine.kernels.paged_decode.layer import LayerFormats
@@ -152,7 +152,7 @@ def _weight(kind: str, shape: tuple[int, int]) -> tuple[Callable[[], Tensor], Te
     return partial(codes_reference.dequantize, codes), pack(codes)
 
 
-def _codes(tuning: CodeTuning | None = None) -> Product:
+def _codes(tuning: Tuning | None = None) -> Product:
     return partial(linear_codes, tuning=tuning)
 
 

@@ -54,6 +54,7 @@ from qkv_engine.kernels.sample.triton import sample_variants
 from qkv_engine.kernels.seal.triton import seal_kernel, seal_variant
 from qkv_engine.kernels.swiglu.triton import swiglu_kernel, swiglu_variant
 
+from .in_flight import overwritten
 from .inputs import PATTERN_SHAPES, dense_page, named_page, pattern_page, uniform_page
 
 POINTERS = {"q_ptr": "*bf16", "arena_ptr": "*u8", "addresses_ptr": "*i64", "out_ptr": "*bf16", "o_ptr": "*fp32"}
@@ -116,7 +117,10 @@ def compile_kernel(kernel: Any, constexprs: dict[str, Any], tuning: Tuning, capa
 
 
 def describe(built: Any) -> dict[str, Any]:
-    """Registers, spilled bytes, shared memory, matrix instructions and layout changes of a compiled kernel."""
+    """Registers, spilled bytes, shared memory, matrix instructions and layout changes of a compiled kernel.
+
+    ``overwritten``: instructions that may write what a product under way reads.
+    """
     ir = built.asm["ttgir"]
     found: dict[str, Any] = {"shared": built.metadata.shared, "layout changes": ir.count("ttg.convert_layout")}
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -129,7 +133,7 @@ def describe(built: Any) -> dict[str, Any]:
     ops = Counter(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9_]+)", text, re.M))
     found |= {"registers": int(usage["REG"]), "spilled": int(usage["STACK"]), "instructions": sum(ops.values())}
     found |= {name: ops[name] for name in ("HMMA", "IMMA", "HGMMA", "IGMMA", "LDGSTS", "LDG", "LDL")}
-    return found | {"mix": dict(ops.most_common(24))}
+    return found | {"overwritten": overwritten(text), "mix": dict(ops.most_common(24))}
 
 
 def variants() -> dict[str, tuple[PageLayout, int]]:
@@ -214,7 +218,10 @@ def code_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
     wide = integer.TUNINGS[4][16]  # 4,096 rows of a weight are few
     found.append(("int4 16 rows, more of the weight", int4, 16, False, wide))
     tall = integer.TALL_TUNING
-    found += [("int4 256 rows tall", int4, 256, False, tall), ("int4 256 rows tall gated", int4, 256, True, tall)]
+    found += [
+        ("int4 256 rows tall", int4, 256, False, tall),
+        ("int4 256 rows tall gated", int4, 256, True, tall._replace(splits=1)),
+    ]
     for name, weight, num_rows, gated, tuning in found:
         kernel, constexprs, num_warps = integer.code_variant(weight, num_rows, gated=gated, tuning=tuning)
         constexprs |= {"OVERLAP": True, "ASM": True, "bias_ptr": None, "zeros_ptr": None}

@@ -126,4 +126,5 @@ def test_codes_become_floats_in_registers(case) -> None:
         assert before.count("v4.b32") == loads and "ld.global.v2.b32" not in before
     else:
         assert found["HMMA"] or found["HGMMA"]
+        assert not (constexprs["WAITS"] and found["overwritten"])
         assert constexprs["SLICES"] == 1 or ("cp.async.cg" in ptx and "cp.async.ca" not in ptx)
