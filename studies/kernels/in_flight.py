@@ -1,7 +1,7 @@
 """Registers that tensor cores may still read when another instruction writes them, in machine code of Hopper.
 
 An asynchronous product (``HGMMA``) reads the registers of its left operand until a ``WARPGROUP.DEPBAR`` has waited for
-its group. Compilers up to Triton 3.8 lose count of them where a loop begins again (triton-lang/triton#9433).
+its group. Triton 3.6 and 3.7 lose count of them where a loop begins again (triton-lang/triton#9433), 3.9 does not.
 """
 
 from __future__ import annotations
