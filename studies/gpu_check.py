@@ -111,6 +111,25 @@ def weights_many(machine: Machine) -> Iterator[Figure]:
         )
 
 
+def tiles(machine: Machine) -> Iterator[Figure]:
+    """Products and attention in the launches that were changed, over those before; others without a target."""
+    from .kernels import bench_tiles
+
+    with torch.device(machine.device):
+        for case in bench_tiles.compared():
+            name, found = f"{case.kind} {case.weight}, {case.num_rows} rows", bench_tiles.compare(case)
+            what = f"{name}: {case.what}, {found.before:.1f} -> {found.now:.1f} us"
+            target = bench_tiles.NO_SLOWER if case.is_launched else None
+            yield Figure(what, found.now / found.before, "times", target)
+            yield Figure(f"{name}: {case.what}, error", found.error, "of the norm", bench_tiles.MAX_ERROR)
+        for num_requests in bench_tiles.ITEMS:
+            found = bench_tiles.attention(num_requests)
+            name = f"attention of {num_requests} requests, 256 channels"
+            what = f"{name}: {found.before:.1f} -> {found.now:.1f} us"
+            yield Figure(what, found.now / found.before, "times", bench_tiles.NO_SLOWER)
+            yield Figure(f"{name}: error", found.error, "of the norm", bench_tiles.MAX_ERROR)
+
+
 def weights_prompts(machine: Machine) -> Iterator[Figure]:
     """32 prompts of 2,048 tokens, FP8 against 16 bits."""
     (plain, limit), (narrow, _) = (prompts(machine, "qwen3-8b", 32, 2048, weights) for weights in (None, "fp8"))
@@ -232,6 +251,7 @@ PARTS: Mapping[str, Part] = {
     "spectral-steps": spectral_steps,
     "weights-few": weights_few,
     "weights-many": weights_many,
+    "tiles": tiles,
     "weights-prompts": weights_prompts,
     "moe": moe,
     "windows": windows,

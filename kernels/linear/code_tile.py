@@ -19,7 +19,7 @@ def code_tile_kernel(
     x_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, N, M,
     K: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, KIND: tl.constexpr, BLOCKS: tl.constexpr,
     GATED: tl.constexpr, FULL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr,
-    SPANS: tl.constexpr, STAGES: tl.constexpr, SCALED: tl.constexpr,
+    SPANS: tl.constexpr, STAGES: tl.constexpr, SCALED: tl.constexpr, WAITS: tl.constexpr,
     SPLITS: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """``out = x @ weight.T + bias``, or with GATED its SwiGLU.
@@ -101,6 +101,8 @@ def code_tile_kernel(
                 b_acc = b_part
             else:
                 b_acc += b_part * tl.expand_dims(scales[part].to(tl.float32), -1)
+        if WAITS and ASM:
+            b_acc = _finished(b_acc)
         if not (IS_CHANNEL or SCALED):
             scales = ahead
     if SLICES > 1:
@@ -164,6 +166,12 @@ def _load_x(p_x, m_x, o_k, K: tl.constexpr, SPAN: tl.constexpr):
     if K % SPAN != 0:
         m_x = m_x & (o_k < K)
     return tl.load(p_x, mask=m_x, other=0.0)
+
+
+@triton.jit
+def _finished(b_acc):
+    """``b_acc`` after tensor cores are done with it: an operation that takes no instruction and cannot be left out."""
+    return tl.inline_asm_elementwise("", "=f,0", [b_acc], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit

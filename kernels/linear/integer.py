@@ -10,14 +10,17 @@ import triton
 from torch import Tensor
 
 from ..fusion import FUSED
+from ..nvidia import has_large_shared
 from ..overlap import overlap_options
 from ..product_parts import power_of_2_below
 from ..swiglu import swiglu
 from .code_sum import code_sum_kernel
 from .code_tile import add_splits, code_tile_kernel
 from .dequantize_kernel import dequantize
-from .packed import PackedCodes
+from .packed import MAX_SPAN, PackedCodes
 
+# Before Triton 3.9 registers that tensor cores still read may be overwritten by the next step (triton-lang/triton#9433).
+OVERWRITES = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 9)
 SPLIT_PROGRAMS = 528  # four on each multiprocessor of an H200; splits make up to as many
 
 
@@ -26,7 +29,8 @@ class CodeTuning(NamedTuple):
 
     ``slices``: parts of the columns, a warp each; 1: warps share them. ``spans``: spans of a step. ``scaled``:
     elements of 4 bits are scaled in place of the sums of a group. ``splits``: parts of the columns, at most, a program
-    each, up to ``programs`` of them.
+    each, up to ``programs`` of them. ``waits``: a step ends with a wait for tensor cores that read its registers, where
+    the compiler would overwrite them.
     """
 
     block_m: int
@@ -38,6 +42,7 @@ class CodeTuning(NamedTuple):
     scaled: bool = False
     splits: int = 1
     programs: int = SPLIT_PROGRAMS
+    waits: bool = False
 
 
 class CodeSums(NamedTuple):
@@ -57,31 +62,36 @@ TUNINGS: dict[int, dict[int, Tuning]] = {
     4: {
         1: CodeSums(vectors=64, loads=16),
         8: CodeTuning(8, 64, 1, 4, 4, 3, splits=8),
-        16: CodeTuning(16, 32, 4, 2, 4, 4),
+        16: CodeTuning(16, 32, 4, 1, 4, 4, splits=2),
         32: CodeTuning(32, 64, 1, 2, 4, 3, splits=4),
         64: CodeTuning(64, 128, 1, 1, 4, 3, splits=4),
-        128: CodeTuning(128, 64, 1, 1, 4, 3, scaled=True, splits=4),
-        256: CodeTuning(128, 128, 1, 1, 8, 4, scaled=True, splits=2, programs=132),  # a multiprocessor holds one
+        128: CodeTuning(128, 64, 1, 1, 4, 3, scaled=True, splits=4, waits=True),
+        # A multiprocessor holds one.
+        256: CodeTuning(128, 128, 1, 1, 8, 4, scaled=True, splits=2, programs=132, waits=True),
     },
     8: {
         1: CodeSums(vectors=64, loads=16),
         8: CodeTuning(8, 16, 4, 1, 4, 4),
-        16: CodeTuning(16, 32, 8, 1, 8, 4),
+        16: CodeTuning(16, 32, 4, 1, 4, 4, splits=2),
         32: CodeTuning(32, 64, 1, 2, 4, 3, splits=4),
-        64: CodeTuning(64, 64, 1, 1, 4, 4, splits=4),
-        256: CodeTuning(128, 64, 1, 1, 4, 3, splits=2),
+        64: CodeTuning(64, 64, 1, 1, 4, 4, splits=4, waits=True),
+        256: CodeTuning(128, 64, 1, 1, 4, 3, splits=2, waits=True),
     },
 }
 # The same of weights that have many rows, where they differ.
 WIDE_TUNINGS: dict[int, dict[int, Tuning]] = {
     4: {
         8: CodeTuning(8, 32, 4, 1, 4, 4),
-        16: CodeTuning(16, 32, 4, 1, 4, 4),
         64: CodeTuning(64, 128, 1, 1, 4, 3),
     },
-    8: {16: CodeTuning(16, 32, 4, 1, 4, 3), 64: CodeTuning(64, 64, 1, 1, 4, 3)},
+    8: {16: CodeTuning(16, 32, 4, 1, 4, 3), 64: CodeTuning(64, 64, 1, 1, 4, 3, waits=True)},
 }
 WIDE = 16_384
+# Of weights so narrow that each tile of theirs has a multiprocessor to itself: splits cost more than they bring.
+NARROW_TUNINGS: dict[int, dict[int, Tuning]] = {4: {16: CodeTuning(16, 32, 4, 2, 4, 4)}, 8: {}}
+NARROW = 4096
+# Of 4 bits in steps of 128 columns, without SwiGLU: codes are unpacked once for all rows, in large shared memory.
+TALL_TUNING = CodeTuning(256, 128, 1, 1, 8, 3, scaled=True, splits=4, programs=132, waits=True)
 MAX_TILE_ROWS = 256
 
 
@@ -130,7 +140,7 @@ def code_variant(
 ) -> tuple[Any, dict[str, Any], int]:
     """Kernel, compile-time arguments and warps for ``num_rows``."""
     if tuning is None:
-        tuning = _tuning(weight, num_rows)
+        tuning = _tuning(weight, num_rows, gated)
     constexprs = weight.constexprs | {"GATED": gated}
     if isinstance(tuning, CodeSums):
         found, num_warps = _sum_variant(weight, tuning)
@@ -144,12 +154,15 @@ def can_sum(weight: PackedCodes) -> bool:
     return weight.codes.shape[1] % 16 == 0 and weight.num_columns % 4 == 0
 
 
-def _tuning(weight: PackedCodes, num_rows: int) -> Tuning:
-    bits = 4 if weight.kind == "int4" else 8
+def _tuning(weight: PackedCodes, num_rows: int, gated: bool) -> Tuning:
+    bits, num_out = 4 if weight.kind == "int4" else 8, weight.shape[0]
     tunings, least = TUNINGS[bits], num_rows if can_sum(weight) else max(2, num_rows)
     most = min((most for most in tunings if least <= most), default=max(tunings))
-    wide = WIDE_TUNINGS[bits] if weight.shape[0] >= WIDE else {}
-    return wide.get(most, tunings[most])
+    is_plain = bits == 4 and weight.span == MAX_SPAN and not gated
+    if is_plain and most == MAX_TILE_ROWS and has_large_shared(weight.codes.device):
+        return TALL_TUNING
+    others = WIDE_TUNINGS[bits] if num_out >= WIDE else NARROW_TUNINGS[bits] if num_out <= NARROW else {}
+    return others.get(most, tunings[most])
 
 
 def _sum_variant(weight: PackedCodes, tuning: CodeSums) -> tuple[dict[str, Any], int]:
@@ -187,5 +200,6 @@ def _tile_variant(weight: PackedCodes, num_rows: int, tuning: CodeTuning) -> tup
         "STAGES": tuning.num_stages,
         "SCALED": tuning.scaled and weight.kind == "int4" and weight.group < weight.num_columns,
         "SPLITS": splits,
+        "WAITS": tuning.waits and OVERWRITES,
     }
     return constexprs, num_warps

@@ -6,6 +6,7 @@ before it, ``x`` after.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import triton
@@ -41,18 +42,35 @@ class TileTuning(NamedTuple):
 
 
 SUMS = SumTuning(columns=1024, loads=16)  # of a lone row
-# By the most rows that each serves; more take several tiles of the last one.
-TILES: dict[int, TileTuning] = {
-    8: TileTuning(block_m=8, block_n=16, block_k=256, num_warps=1, num_stages=6),
-    16: TileTuning(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=5),
-    32: TileTuning(block_m=32, block_n=64, block_k=128, num_warps=4, num_stages=5),
-    64: TileTuning(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=4),
-    128: TileTuning(block_m=128, block_n=64, block_k=64, num_warps=4, num_stages=5),
+ANY = math.inf
+# By the most rows of ``x``, of which more take several tiles of the last entry, and by the most of the weight. Few rows
+# of the weight leave multiprocessors idle, so that small tiles or deep steps win; of many several programs share one.
+TILES: dict[int, dict[float, TileTuning]] = {
+    8: {ANY: TileTuning(block_m=8, block_n=16, block_k=256, num_warps=1, num_stages=6)},
+    16: {
+        4096: TileTuning(block_m=16, block_n=16, block_k=512, num_warps=2, num_stages=4),
+        8192: TileTuning(block_m=16, block_n=64, block_k=256, num_warps=4, num_stages=3),
+        ANY: TileTuning(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=3),
+    },
+    32: {
+        16_384: TileTuning(block_m=32, block_n=64, block_k=128, num_warps=4, num_stages=5),
+        ANY: TileTuning(block_m=32, block_n=64, block_k=128, num_warps=4, num_stages=3),
+    },
+    64: {
+        4096: TileTuning(block_m=32, block_n=64, block_k=128, num_warps=4, num_stages=5),  # two read the same rows
+        8192: TileTuning(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=4),
+        16_384: TileTuning(block_m=64, block_n=64, block_k=64, num_warps=4, num_stages=6),
+        ANY: TileTuning(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=4),
+    },
+    128: {
+        4096: TileTuning(block_m=64, block_n=64, block_k=64, num_warps=4, num_stages=6),
+        ANY: TileTuning(block_m=128, block_n=64, block_k=64, num_warps=4, num_stages=5),
+    },
 }
-# The same of weights with few rows, where they differ: two programs that read the same rows hide more of their way.
-NARROW_TILES: dict[int, TileTuning] = {64: TILES[32], 128: TileTuning(64, 64, 64, 4, 6)}
-NARROW = 4096
-MAX_ROWS = 32  # beyond them torch's products are as fast
+# Torch's products are faster beyond: more than ``FEW_ROWS`` of a weight with many columns for its few rows, more than
+# ``SOME_ROWS`` of one with many columns or rows.
+FEW_ROWS, SOME_ROWS, MAX_ROWS = 16, 32, 64
+NARROW, WIDE, MANY_COLUMNS = 4096, 16_384, 4096
 
 
 @triton.jit
@@ -116,10 +134,20 @@ def linear_tile_kernel(
 
 
 def can_stream(x: Tensor, weight: Tensor) -> bool:
-    """Whether ``linear_few_rows`` takes the operands: ``x`` few rows of whole vectors, and no gradient to come."""
-    has_vectors = x.dtype.itemsize == 2 and x.shape[1] % VECTOR == 0 and x.is_contiguous()
+    """Whether ``linear_few_rows`` takes the operands and is fast: few rows of whole vectors, no gradient to come."""
     needs_grad = x.requires_grad or weight.requires_grad
-    return 0 < x.shape[0] <= MAX_ROWS and has_vectors and not needs_grad
+    return _has_vectors(x) and not needs_grad and is_faster(len(x), *weight.shape)
+
+
+def is_faster(num_rows: int, num_out: int, size: int) -> bool:
+    """Whether ``linear_few_rows`` is faster than torch's product with a weight [num_out, size], as far as measured."""
+    if num_rows <= SOME_ROWS:
+        return num_rows > 0 and (num_rows <= FEW_ROWS or num_out > NARROW or size <= MANY_COLUMNS)
+    return num_rows <= MAX_ROWS and num_out < WIDE and size <= MANY_COLUMNS
+
+
+def _has_vectors(x: Tensor) -> bool:
+    return x.dtype.itemsize == 2 and x.shape[1] % VECTOR == 0 and x.is_contiguous()
 
 
 def linear_few_rows(
@@ -136,7 +164,7 @@ def linear_few_rows(
     """
     num_rows, size = x.shape
     num_out = len(weight)
-    assert can_stream(x, weight) and weight.is_contiguous()
+    assert 0 < num_rows <= MAX_ROWS and _has_vectors(x) and weight.is_contiguous()
     out = x.new_empty(num_rows, num_out // 2 if gated else num_out)
     kernel, constexprs, num_warps = few_rows_variant(num_rows, num_out, size, gated=gated, tuning=tuning)
     if kernel is linear_tile_kernel:
@@ -172,8 +200,8 @@ def few_rows_variant(
 
 def tile_of(num_rows: int, num_out: int) -> TileTuning:
     """The fastest tile for rows of ``x`` and of the weight."""
-    most = min((most for most in TILES if num_rows <= most), default=max(TILES))
-    return NARROW_TILES.get(most, TILES[most]) if num_out <= NARROW else TILES[most]
+    tiles = TILES[min((most for most in TILES if num_rows <= most), default=max(TILES))]
+    return tiles[min(most for most in tiles if num_out <= most)]
 
 
 def _sum_variant(size: int, tuning: SumTuning) -> tuple[dict[str, Any], int]:

@@ -9,6 +9,8 @@ SPLIT_BLOCKS = (1, 2, 4, 8, 16, 24, 32)  # candidates for the most blocks of an 
 MIN_ITEMS = 3  # items of a request at least, if it has as many blocks: fewer are as uneven as the requests' lengths
 SHORT_ITEM = 4  # mean blocks a request on the first rung, up to which items there count as short
 DENSE_RESIDENT, CODES_RESIDENT = 5, 8  # programs that a multiprocessor holds: dense pages fetch more ahead
+# Of dense pages with more channels a head: fewer programs fit, so that a finer choice fills a round of them.
+DENSE_CHANNELS, WIDE_RESIDENT, WIDE_SPLIT_BLOCKS = 128, 3, (1, 2, 4, 8, 12, 16, 24, 32)
 
 # In units of the time that a block takes in a full launch.
 START = 1.5  # a program's start: item, address and page are loads that wait for each other
@@ -39,14 +41,17 @@ class Bounds(NamedTuple):
 
 
 def choose_split(
-    num_blocks: int, num_requests: int, num_kv_heads: int, num_multiprocessors: int, is_dense: bool
+    num_blocks: int, num_requests: int, num_kv_heads: int, head_dim: int, num_multiprocessors: int, is_dense: bool
 ) -> int:
     """The most blocks of a work item, for the shortest launch over ``num_requests`` that hold ``num_blocks`` together.
 
     ``is_dense``: most blocks are dense.
     """
     blocks = max(1.0, num_blocks / num_requests)
-    resident = (DENSE_RESIDENT if is_dense else CODES_RESIDENT) * num_multiprocessors
+    is_wide = is_dense and head_dim > DENSE_CHANNELS
+    programs = WIDE_RESIDENT if is_wide else DENSE_RESIDENT if is_dense else CODES_RESIDENT
+    candidates = WIDE_SPLIT_BLOCKS if is_wide else SPLIT_BLOCKS
+    resident = programs * num_multiprocessors
 
     def cost(size: int) -> float:
         num_items = math.ceil(blocks / size)
@@ -54,7 +59,7 @@ def choose_split(
         rounds = full + (max(rest, LEAST_SHARE) if rest else 0)
         return (blocks / num_items + START) * rounds + MERGE * num_items
 
-    sizes = [n for n in SPLIT_BLOCKS if n == 1 or math.ceil(blocks / n) >= MIN_ITEMS]
+    sizes = [n for n in candidates if n == 1 or math.ceil(blocks / n) >= MIN_ITEMS]
     return min(sizes, key=cost)
 
 

@@ -35,8 +35,8 @@ from qkv_engine.kernels.fusion import FUSED, UNFUSED
 from qkv_engine.kernels.linear import integer
 from qkv_engine.kernels.linear.codes import Float8Weight, IntegerWeight
 from qkv_engine.kernels.linear.float8_rows import swiglu_rows_kernel, swiglu_rows_variant
-from qkv_engine.kernels.linear.packed import pack
-from qkv_engine.kernels.linear.triton import TILES, few_rows_variant
+from qkv_engine.kernels.linear.packed import PackedCodes, pack
+from qkv_engine.kernels.linear.triton import ANY, TILES, few_rows_variant
 from qkv_engine.kernels.moe import SoftmaxOver, SwiGLU
 from qkv_engine.kernels.moe import triton as moe
 from qkv_engine.kernels.moe.route_kernel import route_kernel, sort_kernel
@@ -54,6 +54,7 @@ from qkv_engine.kernels.sample.triton import sample_variants
 from qkv_engine.kernels.seal.triton import seal_kernel, seal_variant
 from qkv_engine.kernels.swiglu.triton import swiglu_kernel, swiglu_variant
 
+from .in_flight import overwritten
 from .inputs import PATTERN_SHAPES, dense_page, named_page, pattern_page, uniform_page
 
 POINTERS = {"q_ptr": "*bf16", "arena_ptr": "*u8", "addresses_ptr": "*i64", "out_ptr": "*bf16", "o_ptr": "*fp32"}
@@ -116,7 +117,10 @@ def compile_kernel(kernel: Any, constexprs: dict[str, Any], tuning: Tuning, capa
 
 
 def describe(built: Any) -> dict[str, Any]:
-    """Registers, spilled bytes, shared memory, matrix instructions and layout changes of a compiled kernel."""
+    """Registers, spilled bytes, shared memory, matrix instructions and layout changes of a compiled kernel.
+
+    ``overwritten``: instructions that may write what a product under way reads.
+    """
     ir = built.asm["ttgir"]
     found: dict[str, Any] = {"shared": built.metadata.shared, "layout changes": ir.count("ttg.convert_layout")}
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -129,7 +133,7 @@ def describe(built: Any) -> dict[str, Any]:
     ops = Counter(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9_]+)", text, re.M))
     found |= {"registers": int(usage["REG"]), "spilled": int(usage["STACK"]), "instructions": sum(ops.values())}
     found |= {name: ops[name] for name in ("HMMA", "IMMA", "HGMMA", "IGMMA", "LDGSTS", "LDG", "LDL")}
-    return found | {"mix": dict(ops.most_common(24))}
+    return found | {"overwritten": overwritten(text), "mix": dict(ops.most_common(24))}
 
 
 def variants() -> dict[str, tuple[PageLayout, int]]:
@@ -188,13 +192,16 @@ def basis_kernels(*head_dims: int, overlap: bool = True) -> Iterator[tuple[str, 
 
 
 def linear_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
-    """Products of 16-bit weights, for the shapes of Qwen3 8B."""
-    for num_rows in (1, *TILES):
-        for num_out, size, gated in ((24576, 4096, True), (4096, 12288, False)):
-            kernel, constexprs, num_warps = few_rows_variant(num_rows, num_out, size, gated=gated)
-            constexprs |= {"OVERLAP": True, "bias_ptr": None}
-            name = kernel.__name__.replace("_kernel", f" {num_rows} x {size}") + gated * " gated"
-            yield name, kernel, constexprs, Tuning(num_warps, constexprs.get("STAGES", 1))
+    """Products of 16-bit weights in every tile: SwiGLU's of weights with many rows, plain ones of others."""
+    shapes = [(1, 24576, 4096), (1, 4096, 12288)]
+    for num_rows, tiles in TILES.items():
+        shapes += [(num_rows, 24576, 4096) if most == ANY else (num_rows, int(most), 12288) for most in tiles]
+    for num_rows, num_out, size in shapes:
+        gated = num_out == 24576
+        kernel, constexprs, num_warps = few_rows_variant(num_rows, num_out, size, gated=gated)
+        constexprs |= {"OVERLAP": True, "bias_ptr": None}
+        name = kernel.__name__.replace("_kernel", f" {num_rows} x {size} x {num_out}") + gated * " gated"
+        yield name, kernel, constexprs, Tuning(num_warps, constexprs.get("STAGES", 1))
 
 
 def code_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
@@ -204,12 +211,21 @@ def code_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
         int4 = pack(IntegerWeight(torch.empty(4096, 2048, dtype=torch.uint8), scales))
         int8 = pack(IntegerWeight(torch.empty(4096, 4096, dtype=torch.int8), scales[:, :1]))
         float8 = pack(Float8Weight(torch.empty(4096, 4096, dtype=torch.float8_e4m3fn), torch.empty(4096, 1)))
+    found: list[tuple[str, PackedCodes, int, bool, integer.Tuning | None]] = []
     for weight, gated in product((int4, int8, float8), (False, True)):
         for num_rows in integer.TUNINGS[4 if weight is int4 else 8]:
-            kernel, constexprs, num_warps = integer.code_variant(weight, num_rows, gated=gated)
-            constexprs |= {"OVERLAP": True, "ASM": True, "bias_ptr": None, "zeros_ptr": None}
-            name = f"{weight.kind} {num_rows} rows" + gated * " gated"
-            yield name, kernel, constexprs, Tuning(num_warps, constexprs.get("STAGES", 1))
+            found.append((f"{weight.kind} {num_rows} rows" + gated * " gated", weight, num_rows, gated, None))
+    wide = integer.TUNINGS[4][16]  # 4,096 rows of a weight are few
+    found.append(("int4 16 rows, more of the weight", int4, 16, False, wide))
+    tall = integer.TALL_TUNING
+    found += [
+        ("int4 256 rows tall", int4, 256, False, tall),
+        ("int4 256 rows tall gated", int4, 256, True, tall._replace(splits=1)),
+    ]
+    for name, weight, num_rows, gated, tuning in found:
+        kernel, constexprs, num_warps = integer.code_variant(weight, num_rows, gated=gated, tuning=tuning)
+        constexprs |= {"OVERLAP": True, "ASM": True, "bias_ptr": None, "zeros_ptr": None}
+        yield name, kernel, constexprs, Tuning(num_warps, constexprs.get("STAGES", 1))
 
 
 def moe_kernels(*, overlap: bool = True) -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:

@@ -26,7 +26,7 @@ from qkv_engine.presets import resolve_kv
 LADDERS = ["bf16", "int4", "kivi-2", "auto"]
 LENGTHS = [8192, 32768]
 MAX_NUM_SEQS = 256
-SHAPES = LaunchShapes(num_kv_heads=8, num_multiprocessors=132)
+SHAPES = LaunchShapes(num_kv_heads=8, head_dim=128, num_multiprocessors=132)
 
 
 @cache

@@ -29,7 +29,7 @@ def test_300_requests_have_the_same_tokens(kv, cuda_graphs: bool, report: list[s
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(("num_out", "size"), [(4096, 4096), (24576, 1024), (37, 200)])
+@pytest.mark.parametrize(("num_out", "size"), [(4096, 4096), (6144, 2560), (12352, 2560), (24576, 1024), (37, 200)])
 def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(dtype, num_out: int, size: int):
     x, weight = (torch.randn(n, size, device="cuda").to(dtype) for n in (600, num_out))
     steady = pack_steadily(weight)

@@ -11,8 +11,12 @@ from .interpreted import run_cases
 
 pytest.importorskip("triton")
 
+from qkv_engine.kernels.linear import integer
 from qkv_engine.kernels.linear.code_sum import code_sum_kernel
-from qkv_engine.kernels.linear.packed import pack, unpack
+from qkv_engine.kernels.linear.codes import IntegerWeight
+from qkv_engine.kernels.linear.integer import code_variant
+from qkv_engine.kernels.linear.packed import PackedCodes, pack, unpack
+from qkv_engine.kernels.paged_decode.triton import Tuning
 from studies.kernels.compiled import code_kernels, compile_kernel, describe
 
 from .linear_codes_cases import float8_weight, integer_weight
@@ -22,7 +26,7 @@ def test_linear_codes_cases() -> None:
     figures = run_cases(Path(__file__).with_name("linear_codes_cases.py"))
     equal = ("gated", "written out", "equal")  # bit for bit
     wrong = {n: e for n, e in figures.items() if not (isinstance(e, float) and e <= (not n.startswith(equal)))}
-    assert len(figures) == 173 and not wrong
+    assert len(figures) == 177 and not wrong
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -39,6 +43,67 @@ def test_layouts_are_undone(bits: int, size: int, group: int) -> None:
 def test_floats_are_kept() -> None:
     weight = float8_weight(130, 272, blocks=True)
     assert pack(weight).is_blockwise and unpack(pack(weight)).codes is weight.codes
+
+
+def weight_of(num_out: int, size: int, bits: int, group: int) -> PackedCodes:
+    """A weight without memory."""
+    with torch.device("meta"):
+        scales = torch.empty(num_out, size // group, dtype=torch.bfloat16)
+        dtype = torch.int8 if bits == 8 else torch.uint8
+        return pack(IntegerWeight(torch.empty(num_out, size * bits // 8, dtype=dtype), scales))
+
+
+@pytest.mark.parametrize(
+    ("num_out", "size", "bits", "tile", "splits"),
+    [  # rows of the weight, slices, spans and stages of a tile
+        (4096, 4096, 4, (32, 4, 2, 4), 1),
+        (4096, 12288, 4, (32, 4, 2, 4), 1),
+        (6144, 4096, 4, (32, 4, 1, 4), 2),
+        (24576, 4096, 4, (32, 4, 1, 4), 1),
+        (4096, 4096, 8, (32, 4, 1, 4), 2),
+        (4096, 12288, 8, (32, 4, 1, 4), 2),
+        (6144, 4096, 8, (32, 4, 1, 4), 2),
+        (24576, 4096, 8, (32, 4, 1, 3), 1),
+    ],
+)
+def test_tiles_of_16_rows_are_those_that_were_fastest(num_out, size, bits, tile, splits) -> None:
+    _, found, num_warps = code_variant(weight_of(num_out, size, bits, 128 if bits == 4 else size), 16)
+    assert tuple(found[name] for name in ("BLOCK_N", "SLICES", "SPANS", "STAGES")) == tile
+    assert found["SPLITS"] == splits and num_warps == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 120])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_tiles_of_16_rows_fit_in_smaller_cards(bits: int, capability: int) -> None:
+    weight = weight_of(6144, 4096, bits, 128 if bits == 4 else 4096)
+    kernel, constexprs, num_warps = code_variant(weight, 16)
+    constexprs |= {"OVERLAP": False, "ASM": True, "bias_ptr": None, "zeros_ptr": None}
+    found = describe(compile_kernel(kernel, constexprs, Tuning(num_warps, constexprs["STAGES"]), capability))
+    assert found["spilled"] <= 16 and found["shared"] <= 99 << 10 and found["HMMA"]
+
+
+def test_a_tile_of_256_rows_is_for_large_shared_memory(monkeypatch) -> None:
+    def rows_of_tile(weight: PackedCodes, number: int = 256, gated: bool = False) -> tuple[int, int]:
+        _, found, _ = code_variant(weight, number, gated=gated)
+        return found["BLOCK_M"], found["SPLITS"]
+
+    weight = weight_of(6144, 4096, 4, 128)
+    assert rows_of_tile(weight) == (128, 1)
+    monkeypatch.setattr(integer, "has_large_shared", lambda device: True)
+    assert rows_of_tile(weight) == rows_of_tile(weight, 129) == (256, 2)
+    assert rows_of_tile(weight_of(4096, 12288, 4, 128)) == (256, 4)
+    others = (weight, 128), (weight_of(6144, 4096, 4, 64), 256), (weight_of(6144, 4096, 8, 4096), 256)
+    assert all(rows_of_tile(*other)[0] == 128 for other in others) and rows_of_tile(weight, gated=True) == (128, 1)
+
+
+def test_tiles_may_wait_for_tensor_cores_within_a_step() -> None:
+    """Before Triton 3.9 registers that tensor cores read from one step to the next could be overwritten."""
+    _, kernel, constexprs, tuning = next(case for case in code_kernels() if case[0] == "int4 256 rows tall gated")
+    for waits in (True, False):
+        steps = compile_kernel(kernel, constexprs | {"WAITS": waits}, tuning).asm["ttgir"]
+        step = steps[steps.index("scf.for") : steps.index("scf.yield")]
+        assert ("pendings = 0" in step[step.rindex("warp_group_dot ") :]) == waits
 
 
 @pytest.mark.parametrize(
@@ -61,4 +126,5 @@ def test_codes_become_floats_in_registers(case) -> None:
         assert before.count("v4.b32") == loads and "ld.global.v2.b32" not in before
     else:
         assert found["HMMA"] or found["HGMMA"]
+        assert not found["overwritten"]
         assert constexprs["SLICES"] == 1 or ("cp.async.cg" in ptx and "cp.async.ca" not in ptx)

@@ -12,7 +12,7 @@ from .interpreted import run_cases
 pytest.importorskip("triton")
 
 from qkv_engine.kernels.linear.steady_triton import FLOAT32_TILE, steady_tile
-from qkv_engine.kernels.linear.triton import MAX_ROWS, NARROW, NARROW_TILES, TILES, can_stream
+from qkv_engine.kernels.linear.triton import ANY, MAX_ROWS, TILES, can_stream, is_faster, tile_of
 from studies.kernels.compiled import compile_kernel, describe, linear_kernels
 
 
@@ -32,12 +32,48 @@ def test_other_products_are_torchs() -> None:
     assert not can_stream(x, weight.requires_grad_())
 
 
+@pytest.mark.parametrize(
+    ("num_out", "size", "most"),
+    [
+        (12352, 2560, 64),
+        (6144, 2560, 64),
+        (2560, 4096, 64),
+        (18432, 2560, 32),
+        (248320, 2560, 32),
+        (6144, 8192, 32),
+        (2560, 9216, 16),
+        (4096, 12288, 16),
+    ],
+)
+def test_products_of_most_rows_that_were_faster_than_torchs(num_out: int, size: int, most: int) -> None:
+    assert all(is_faster(number, num_out, size) == (0 < number <= most) for number in range(2 * MAX_ROWS))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_out", "tile"),
+    [
+        (16, 2560, (16, 16, 512, 2, 4)),
+        (9, 4096, (16, 16, 512, 2, 4)),
+        (16, 6144, (16, 64, 256, 4, 3)),
+        (16, 12352, (16, 64, 128, 4, 3)),
+        (32, 12352, (32, 64, 128, 4, 5)),
+        (32, 18432, (32, 64, 128, 4, 3)),
+        (64, 2560, (32, 64, 128, 4, 5)),
+        (64, 6144, (64, 64, 128, 4, 4)),
+        (64, 12352, (64, 64, 64, 4, 6)),
+    ],
+)
+def test_tiles_are_those_that_were_fastest(num_rows: int, num_out: int, tile: tuple[int, ...]) -> None:
+    assert tile_of(num_rows, num_out) == tile
+
+
 def test_tiles_sum_in_whole_matrix_instructions() -> None:
     """Sixteen columns at a time, in their order, whatever the tile: so the tile changes no bit of a steady product."""
-    assert all(tile.block_k % 16 == 0 for tile in (*TILES.values(), *NARROW_TILES.values()))
-    assert {steady_tile(number, NARROW, 4) for number in (1, 64, 1000)} == {FLOAT32_TILE}
-    assert [steady_tile(number, NARROW + 1, 2) for number in (1, 9, 1000)] == [TILES[8], TILES[16], TILES[128]]
-    assert steady_tile(64, NARROW, 2) == NARROW_TILES[64] != steady_tile(64, NARROW + 1, 2)
+    assert all(tile.block_k % 16 == 0 for tiles in TILES.values() for tile in tiles.values())
+    assert all(list(tiles) == sorted(tiles) and ANY in tiles for tiles in TILES.values())
+    assert {steady_tile(number, 4096, 4) for number in (1, 64, 1000)} == {FLOAT32_TILE}
+    assert [steady_tile(number, 20_000, 2) for number in (1, 9, 1000)] == [TILES[n][ANY] for n in (8, 16, 128)]
+    assert steady_tile(64, 4096, 2) == TILES[64][4096] != steady_tile(64, 4097, 2)
 
 
 @pytest.mark.parametrize("case", linear_kernels(), ids=lambda case: case[0])

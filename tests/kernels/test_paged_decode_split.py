@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkv_engine.kernels.paged_decode.plan import ABSENT, DecodeWork
-from qkv_engine.kernels.paged_decode.split import SPLIT_BLOCKS, Bounds, choose_split, most_items
+from qkv_engine.kernels.paged_decode.split import WIDE_SPLIT_BLOCKS, Bounds, choose_split, most_items
 
 NUM_RUNGS = 3
 
@@ -26,7 +27,7 @@ def build(rungs: torch.Tensor, item_blocks: int) -> DecodeWork:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    size=st.sampled_from([*SPLIT_BLOCKS, 3]),
+    size=st.sampled_from([*WIDE_SPLIT_BLOCKS, 3]),
     held=st.lists(st.integers(0, 90), min_size=1, max_size=24),
     data=st.data(),
 )
@@ -58,7 +59,7 @@ def test_a_run_makes_equal_items():
 
 
 def choose(num_requests: int, blocks: float, is_dense: bool = False) -> int:
-    return choose_split(int(num_requests * blocks), num_requests, 8, 132, is_dense)
+    return choose_split(int(num_requests * blocks), num_requests, 8, 128, 132, is_dense)
 
 
 def test_items_have_few_blocks_where_there_are_few_requests():
@@ -70,3 +71,11 @@ def test_items_have_few_blocks_where_there_are_few_requests():
 def test_longer_contexts_never_have_smaller_items():
     sizes = [choose(16, 0.5 * n) for n in range(2, 400)]
     assert sizes[0] == 1 and sizes[-1] > 8 and len(set(sizes)) > 3
+
+
+@pytest.mark.parametrize(("num_requests", "size"), [(1, 2), (16, 12), (64, 24)])
+def test_items_of_wide_heads_fill_a_round_of_programs(num_requests: int, size: int):
+    """Three programs a multiprocessor where heads have 256 channels; 4 of them, 64 blocks a request, as measured."""
+    assert choose_split(64 * num_requests, num_requests, 4, 256, 132, is_dense=True) == size
+    narrow = [choose_split(64 * num_requests, num_requests, 4, dim, 132, False) for dim in (128, 256)]
+    assert narrow[0] == narrow[1]

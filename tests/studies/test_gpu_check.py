@@ -11,9 +11,11 @@ import pytest
 from studies import gpu_check
 from studies.gpu_check import PARTS, Figure, line, main
 from studies.gpu_steps import Machine
+from tests.kernels.interpreted import run_cases
 
 CPU = Machine("cpu", is_tiny=True)
-ON_CPU = [name for name in PARTS if name not in ("spectral-kernel", "windows-kernel") and not name.startswith("tests-")]
+KERNELS = ("spectral-kernel", "windows-kernel", "tiles")
+ON_CPU = [name for name in PARTS if name not in KERNELS and not name.startswith("tests-")]
 
 
 @pytest.mark.parametrize(
@@ -63,6 +65,13 @@ def test_a_stopped_run_goes_on_where_it_was(
 def test_parts_run_with_tiny_shapes(name: str):
     figures = list(PARTS[name](CPU))
     assert figures and all(figure.value >= 0 or figure.unit in ("%", "GB more") for figure in figures)
+
+
+@pytest.mark.slow
+def test_changed_launches_are_compared():
+    """As the part ``tiles`` compares them, at small sizes."""
+    figures = run_cases(Path(__file__).with_name("tiles_cases.py"))
+    assert len(figures) == 45 and all(isinstance(error, float) and error <= 1 for error in figures.values())
 
 
 def test_each_file_of_gpu_tests_is_a_part():

@@ -149,9 +149,10 @@ class GpuGroupPlanner:
         self.pages = page_layouts(group)
         self.layers = [LayerFormats.of(pages, memory.device) for pages in self.pages]
         # Dense pages are rows of one token and head.
-        self.kv_rows = memory.view(group.widest.dtype).view(-1, group.widest.shape.head_dim)
+        head_dim = group.widest.shape.head_dim
+        self.kv_rows = memory.view(group.widest.dtype).view(-1, head_dim)
         item_blocks = STEADY_BLOCKS if deterministic else None
-        self.shapes = LaunchShapes(self.num_kv_heads, num_multiprocessors, item_blocks)
+        self.shapes = LaunchShapes(self.num_kv_heads, head_dim, num_multiprocessors, item_blocks)
 
     def split_window(self, batch: int) -> tuple[int, Bounds]:
         """The most blocks of a work item and the launch shape under the group's window."""

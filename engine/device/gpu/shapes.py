@@ -26,6 +26,7 @@ class LaunchShapes:
     """
 
     num_kv_heads: int
+    head_dim: int
     num_multiprocessors: int
     item_blocks: int | None = None
 
@@ -41,7 +42,7 @@ class LaunchShapes:
         if self.item_blocks is not None:
             return self._steady_split(counts, num_decodes, batch, self.item_blocks, beside_chunks)
         total = sum(counts)
-        size = choose_split(total, num_decodes, self.num_kv_heads, self.num_multiprocessors, 2 * counts[0] > total)
+        size = self._choose(total, num_decodes, 2 * counts[0] > total)
         is_short = counts[0] <= SHORT_ITEM * num_decodes and not beside_chunks
         least = max(LEAST_ITEMS, (SHORT if is_short else LONG) * batch)
         most = least if beside_chunks else MOST * batch if batch > FEW_REQUESTS else total
@@ -55,6 +56,11 @@ class LaunchShapes:
             return size, _short(others, batch)
         # One bound for both launches stays while blocks step down.
         return size, _long(max(first, others), batch, has_others=bool(others or (beside_chunks and narrow)))
+
+    def _choose(self, num_blocks: int, num_requests: int, is_dense: bool) -> int:
+        return choose_split(
+            num_blocks, num_requests, self.num_kv_heads, self.head_dim, self.num_multiprocessors, is_dense
+        )
 
     def _steady_split(
         self, counts: Sequence[int], num_decodes: int, batch: int, size: int, beside_chunks: bool
@@ -71,9 +77,7 @@ class LaunchShapes:
     def split_window(self, window: int, block_tokens: int, num_rungs: int, batch: int) -> tuple[int, Bounds]:
         """``split`` for the plan of a ``window``: the same for all lengths of requests, whatever has stepped down."""
         blocks, num_others = window_blocks(window, block_tokens), num_rungs - 1
-        size = self.item_blocks or choose_split(
-            batch * blocks, batch, self.num_kv_heads, self.num_multiprocessors, is_dense=True
-        )
+        size = self.item_blocks or self._choose(batch * blocks, batch, is_dense=True)
         first = batch * most_items(blocks, 1, size)
         others = batch * most_items(blocks, num_others, size) if num_others else 0
         return size, Bounds(first, others, is_steady=self.item_blocks is not None)

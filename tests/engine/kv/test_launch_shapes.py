@@ -16,7 +16,7 @@ from qkv_engine.device.gpu.steps import padded_batch
 from qkv_engine.kernels.paged_decode.split import Bounds, most_items, window_blocks
 from qkv_engine.kernels.paged_decode.triton import kernel_names
 
-SHAPES = LaunchShapes(num_kv_heads=8, num_multiprocessors=132)
+SHAPES = LaunchShapes(num_kv_heads=8, head_dim=128, num_multiprocessors=132)
 
 
 @pytest.mark.parametrize(
