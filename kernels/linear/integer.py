@@ -19,7 +19,7 @@ from .code_tile import add_splits, code_tile_kernel
 from .dequantize_kernel import dequantize
 from .packed import MAX_SPAN, PackedCodes
 
-# Before Triton 3.9 registers that tensor cores still read may be overwritten by the next step (triton-lang/triton#9433).
+# Before Triton 3.9 a step may overwrite registers that tensor cores still read (triton-lang/triton#9433).
 OVERWRITES = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 9)
 SPLIT_PROGRAMS = 528  # four on each multiprocessor of an H200; splits make up to as many
 
