@@ -93,7 +93,10 @@ class DiskTraffic:
         What has come for them is taken in from time to time, too, while the rest is read.
         """
         is_due = self.disk.wait(seconds)
-        lacking = {reading.request for reading in self._readings if reading.is_under_way}
+        lacking = set[Request]()
+        for reading in reversed(self._readings):  # the last to end: one is enough
+            if reading.request not in lacking and reading.is_under_way:
+                lacking.add(reading.request)
         return is_due or not lacking or any(each.job is None or each.request not in lacking for each in self._readings)
 
     def begin_step(self) -> None:
