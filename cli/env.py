@@ -60,7 +60,7 @@ rungs, from the widest to the floor:
   capacity tokens       of one request whose blocks all stand on the rung
   capacity requests     of the whole context together, if layers have windows
                         or states
-  host tokens           of cached prefixes that --host-memory holds
+  host tokens           of prefixes in --host-memory, which keeps all blocks
 groups, if some layers see a window of tokens or have other heads:
   block                 bytes of a block of 128 tokens in these layers, at first
   most blocks           of a request that decodes, whatever its length

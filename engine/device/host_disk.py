@@ -18,6 +18,7 @@ from .host_memory import HostMemory
 logger = logging.getLogger("qkv_engine")
 
 READ_SECONDS = 5.0  # after which nobody waits for a piece
+LOOK_SECONDS = 0.1  # between looks at what has come while more is read: books hold Python's lock, which readers need
 SETTLE_SECONDS = 10.0  # for what is under way when books begin anew
 
 
@@ -60,8 +61,9 @@ class HostDisk(Closable):
         self._store, self._host = store, host
         number = host.tensor.nbytes
         self._bytes = memoryview((ctypes.c_char * number).from_address(host.tensor.data_ptr())).cast("B")
-        self._jobs: list[DiskWrite | DiskRead] = []
+        self._jobs: set[DiskWrite | DiskRead] = set()  # under way; other threads take theirs out
         self._news = Event()  # some job is over
+        self._look_at = 0.0
 
     @property
     def can_write(self) -> bool:
@@ -82,13 +84,11 @@ class HostDisk(Closable):
 
         def done() -> None:
             job.is_over = True
-            self._news.set()
+            self._end(job)
 
-        copies = _ordered(piece)
-        blocks = [StoredBlock(c.group, c.rung, self._view(c).toreadonly()) for c in copies]
-        if self._store.put(_named(piece), blocks, done):
-            self._note(job)
-        else:
+        blocks = [StoredBlock(c.group, c.rung, self._view(c).toreadonly()) for c in _ordered(piece)]
+        self._jobs.add(job)
+        if not self._store.put(_named(piece), blocks, done):
             done()
         return job
 
@@ -98,11 +98,14 @@ class HostDisk(Closable):
             result = Future[bool]()
             result.set_result(False)
             return DiskRead(result)
-        for copy in copies:
-            self._host.wait(copy.slot.address, copy.slot.address + copy.slot.nbytes)
-        job = DiskRead(self._store.fetch(stored, _named(piece), [self._view(copy) for copy in copies]))
-        job.on_end(self._news.set)
-        self._note(job)
+
+        def ready() -> None:
+            for copy in copies:
+                self._host.wait(copy.slot.address, copy.slot.address + copy.slot.nbytes)
+
+        job = DiskRead(self._store.fetch(stored, _named(piece), [self._view(copy) for copy in copies], ready))
+        self._jobs.add(job)
+        job.on_end(lambda: self._end(job))
         return job
 
     def forget(self, key: bytes) -> None:
@@ -111,19 +114,24 @@ class HostDisk(Closable):
     def let_age(self, key: bytes) -> None:
         self._store.let_age(key)
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds: float) -> bool:
         self._news.wait(seconds)
         self._news.clear()
+        now = time.monotonic()
+        is_due = now >= self._look_at
+        if is_due:
+            self._look_at = now + LOOK_SECONDS
+        return is_due
 
     def settle(self) -> bool:
         """Waits for all that is under way, before host memory gets other books; whether nothing is any more."""
         deadline = time.monotonic() + SETTLE_SECONDS
-        while any(not job.is_over for job in self._jobs) and time.monotonic() < deadline:
+        while self._jobs and time.monotonic() < deadline:
             self.wait(0.1)
-        self._jobs = [job for job in self._jobs if not job.is_over]
-        if self._jobs:
+        is_over = not self._jobs
+        if not is_over:
             logger.warning("the disk of the KV store stands still; host memory is not used again")
-        return not self._jobs
+        return is_over
 
     def stats(self) -> KVStoreStats:
         """Of the store."""
@@ -133,8 +141,9 @@ class HostDisk(Closable):
         """Writes what waits, and closes the store."""
         self._store.close()
 
-    def _note(self, job: DiskWrite | DiskRead) -> None:
-        self._jobs = [job, *(job for job in self._jobs if not job.is_over)]
+    def _end(self, job: DiskWrite | DiskRead) -> None:
+        self._jobs.discard(job)
+        self._news.set()
 
     def _view(self, copy: HostBlock) -> memoryview:
         return self._bytes[copy.slot.address : copy.slot.address + copy.slot.nbytes]

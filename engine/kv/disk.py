@@ -63,8 +63,8 @@ class Disk(Protocol):
         """Has the piece of ``key`` given up as if nobody had ever used it."""
         ...
 
-    def wait(self, seconds: float) -> None:
-        """Waits until some job is over, at most so long."""
+    def wait(self, seconds: float) -> bool:
+        """Waits until some job is over, at most so long; whether it is time to look at what has come of more."""
         ...
 
 

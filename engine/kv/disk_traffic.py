@@ -40,6 +40,10 @@ class _Reading:
         self.job: DiskJob | None = None
 
     @property
+    def is_under_way(self) -> bool:
+        return self.job is not None and not self.job.is_over
+
+    @property
     def is_overdue(self) -> bool:
         return self.job is not None and self.job.is_overdue
 
@@ -82,6 +86,18 @@ class DiskTraffic:
     def is_reading(self) -> bool:
         """Whether somebody waits for a piece that is to be read."""
         return any(not reading.is_overdue for reading in self._readings)
+
+    def wait(self, seconds: float) -> bool:
+        """Waits for the disk, at most so long; ``False`` if all who wait for pieces lack some that are being read.
+
+        What has come for them is taken in from time to time, too, while the rest is read.
+        """
+        is_due = self.disk.wait(seconds)
+        lacking = set[Request]()
+        for reading in reversed(self._readings):  # the last to end: one is enough
+            if reading.request not in lacking and reading.is_under_way:
+                lacking.add(reading.request)
+        return is_due or not lacking or any(each.job is None or each.request not in lacking for each in self._readings)
 
     def begin_step(self) -> None:
         """Notes what the disk has done since the last step, and begins what had to wait for copies."""

@@ -172,10 +172,9 @@ class KVManager:
         """What has moved between host memory and the disk."""
         return DiskStats() if self._disk is None else self._disk.stats()
 
-    def wait_for_disk(self, seconds: float) -> None:
-        """Waits until the disk has read or written something, at most so long."""
-        if self._disk is not None:
-            self._disk.disk.wait(seconds)
+    def wait_for_disk(self, seconds: float) -> bool:
+        """Waits for the disk, at most so long; whether there may be anything to do then."""
+        return self._disk is None or self._disk.wait(seconds)
 
     # ---- requests
 

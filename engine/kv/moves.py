@@ -55,7 +55,7 @@ class Wave(NamedTuple):
 
 
 class MoveCommand(msgspec.Struct, frozen=True, gc=False, tag="moves"):
-    """Waves of moves in their order, then slots (address, bytes) that hold an earlier owner's bytes.
+    """Waves of moves in their order, then slots (address, bytes) that hold an earlier owner's bytes, and keep them.
 
     Beside the step that follows blocks are ``written`` to the host tier, and ``fetched`` from there: what the step
     neither writes nor reads. The next command waits for them.
@@ -94,7 +94,8 @@ def take_moves(tables: BlockTables) -> tuple[MoveCommand, list[Block]]:
     last = len(noted)
     if last in holes or last in outs:
         waves.append(Wave([], [], [], holes.get(last), outs.get(last, ())))
-    fresh = [(slot.address, slot.nbytes) for slot in store.take_fresh()]
+    filled = {copy.device for copy in fetched}
+    fresh = [(slot.address, slot.nbytes) for slot in store.take_fresh() if slot.address not in filled]
     return MoveCommand(waves, fresh, written, fetched), blocks
 
 

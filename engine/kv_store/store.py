@@ -27,6 +27,7 @@ from .index import PieceIndex, StoredPiece
 from .log import Draft, SegmentLog, StoredBlock, StoreLimits
 from .namespace import Namespace
 from .reader import read_blocks
+from .reads_first import ReadsFirst
 from .record import ALIGNMENT, KEY_NBYTES, aligned, key_digest, pack_tokens
 from .writer import WriterJob, WriterThread
 
@@ -39,6 +40,7 @@ SEGMENTS: Final = 16  # of a store that is full, so that little is given up at o
 LEAST_SEGMENTS: Final = 4  # of a small store
 RECORDS: Final = 4  # of a segment at least: half of it may be handed on, and one must fit behind
 CLOSE_SECONDS = 30.0  # for what waits to be written
+HELD_SECONDS: Final = 10.0  # that writes wait at most while reads never end
 
 
 class Piece(NamedTuple):
@@ -119,6 +121,7 @@ class KVStore(Closable):
         self._lock, self._counters, self._index = Lock(), Counter[str](), PieceIndex(shares)
         self._refreshing = Lock()
         self._pending: set[bytes] = set()
+        self._reads_first = ReadsFirst(HELD_SECONDS)
         self._problem = ""
         self._folder = StoreFolder(folder, read_only=read_only)
         self._log = SegmentLog(self._folder, namespace, limits, self._index, self._counters, self._lock)
@@ -173,14 +176,27 @@ class KVStore(Closable):
             self._counters["read_nbytes"] += sum(sizes)
         return True
 
-    def fetch(self, stored: StoredPiece, piece: Piece, buffers: Sequence[memoryview]) -> Future[bool]:
-        """``read`` in the background; the buffers are the store's until the result is there."""
+    def fetch(
+        self, stored: StoredPiece, piece: Piece, buffers: Sequence[memoryview], ready: Callable[[], None] | None = None
+    ) -> Future[bool]:
+        """``read`` in the background, ahead of all writes; the buffers are the store's until the result is there.
+
+        ``ready``: called in the background first; returns once the buffers may be written.
+        """
+
+        def read() -> bool:
+            if ready is not None:
+                ready()
+            return self.read(stored, piece, buffers)
+
+        self._reads_first.begin()
         try:
-            return self._readers.submit(self.read, stored, piece, buffers)
+            result = self._readers.submit(read)
         except RuntimeError:  # closed, or no thread is left
-            failed = Future[bool]()
-            failed.set_result(False)
-            return failed
+            result = Future[bool]()
+            result.set_result(False)
+        result.add_done_callback(lambda _: self._reads_first.end())
+        return result
 
     def refresh(self) -> None:
         """Finds what the owner of the folder has written and given up meanwhile. For a store that reads alone."""
@@ -267,6 +283,7 @@ class KVStore(Closable):
             if self._is_closed:
                 return
             self._is_closed = True
+        self._reads_first.close()
         is_over = self._writer is None or self._writer.close(CLOSE_SECONDS)
         self._readers.shutdown(wait=is_over)
         if not is_over:
@@ -295,6 +312,7 @@ class KVStore(Closable):
     # ---- in the store's own thread
 
     def _write(self, draft: Draft, done: Callable[[], None] | None) -> None:
+        self._reads_first.wait()
         try:
             if self._problem:
                 with self._lock:

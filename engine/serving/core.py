@@ -71,6 +71,7 @@ class EngineCore:
         self.recovery = Recovery(self.registry, scheduler, runner, make_space)
         self.resizer, self.sleeper = Resizer(runner, self._carry_out_moves), Sleeper()
         self._disk = disk
+        self._waits_for_disk = False  # nothing is to be done before it has brought what somebody waits for
         self._in_flight: deque[Launched] = deque()
         self._timer = StepTimer(scheduler.pace)
         self.last_step: tuple[int | None, float] | None = None  # its single tokens, None with chunks, and seconds
@@ -106,6 +107,7 @@ class EngineCore:
             error = RequestError("a live request has this id", field="request_id", value=submission.request_id)
             submission.stream.fail(error)
             return
+        self._waits_for_disk = False
         self.counters.num_requests += not submission.completions
         if not self.recovery.in_trials:
             self.registry.begin(submission)
@@ -185,6 +187,9 @@ class EngineCore:
         if self.sleeper.is_due and not self.recovery.in_trials:
             self._fall_asleep()
             return
+        if self._waits_for_disk and not self.space.wait_for_disk(DISK_SECONDS):
+            return
+        self._waits_for_disk = False
         self.recovery.go_on_with_trials()
         num_followed = len(self._in_flight)  # steps under way that the next one builds on
         began_at = time.monotonic()
@@ -247,7 +252,7 @@ class EngineCore:
                 self.space.ended(self.space.num_commands - 1)  # what the last one copies beside a step goes on
         elif self.space.waits_for_disk:
             self._note_ended()
-            self.space.wait_for_disk(DISK_SECONDS)
+            self._waits_for_disk = not self.space.wait_for_disk(DISK_SECONDS)
 
     def _note_ended(self) -> None:
         """Notes that the device is done with all that it was told: what is copied beside a step ends with a command."""

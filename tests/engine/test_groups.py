@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +13,7 @@ import msgspec
 import pytest
 import torch
 
+from qkv_engine import Engine
 from qkv_engine.device import layouts
 from qkv_engine.device.layouts import ladder_of_layers
 from qkv_engine.errors import ConfigError
@@ -26,6 +28,7 @@ from qkv_engine.request import KVUsage, SamplingParams
 from qkv_engine.serving.snapshot import take_snapshot
 from qkv_engine.serving.submission import Submission
 
+from ..small_demo import small_demo
 from .test_command import Twin
 from .test_run_ahead import begin, make_load, play, seen
 
@@ -81,6 +84,21 @@ def test_commands_carry_all_that_two_groups_depend_on(kv: str, memory: str, monk
     runner.backend = twin  # type: ignore[assignment]
     outputs = play(core, make_load(started, 1, 20), {20: "r3"})
     assert not any(output.error for output in outputs) and twin.num_groups and twin.num_gone_on
+
+
+def test_host_memory_holds_as_many_tokens_as_the_start_says(monkeypatch: pytest.MonkeyPatch):
+    """Copies of all blocks of a prefix, also of those that no token in KV memory sees any more."""
+    with_windows(monkeypatch)
+    number, prompt = 9, [random.Random(1).randrange(1000) for _ in range(9 * 128 + 1)]
+    with Engine(small_demo(), kv="bf16", kv_memory="24MiB", host_memory="32MiB", num_threads=1) as engine:
+        engine.generate([prompt], SamplingParams(max_tokens=1))
+        deadline = time.monotonic() + 30
+        while engine.stats().host_blocks < 2 * number:
+            assert time.monotonic() < deadline, "not all blocks are copied"
+            time.sleep(0.01)
+        stats, told = engine.stats(), next(line for line in engine.describe() if "Host" in line)
+    token = stats.host_bytes_used / (number * 128)
+    assert f": {int(stats.host_bytes_total / token / 128) * 128:,} tokens of prefixes" in told
 
 
 def test_a_window_keeps_few_blocks_of_a_request(monkeypatch: pytest.MonkeyPatch):

@@ -108,8 +108,9 @@ class FakeDisk:
     def let_age(self, key: bytes) -> None:
         pass
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds: float) -> bool:
         self.poll()
+        return True
 
     # ---- time
 

@@ -8,6 +8,7 @@ import pytest
 
 from .broken import Broken
 from .cases import CASES
+from .disk import FakeDisk
 from .mutants_cases import BUGS, Bug
 from .mutants_disk import DISK_BUGS, DOUBT_BUGS, HINT_BUGS
 from .mutants_groups import GROUP_BUGS
@@ -38,6 +39,16 @@ def check(name: str, seeds: range, num_events: int, report: list[str]) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_every_invariant_is_kept(name: str, report: list[str]):
     check(name, CASES[name].few, CASES[name].num_events, report)
+
+
+def test_every_invariant_is_kept_if_the_disk_is_not_looked_at_for_some_steps(monkeypatch: pytest.MonkeyPatch):
+    def wait(disk: FakeDisk, seconds: float) -> bool:
+        disk.poll()
+        return disk.rng.random() < 0.3
+
+    monkeypatch.setattr(FakeDisk, "wait", wait)
+    total, _ = swarm(range(12100, 12106), NUM_EVENTS, CASES["disk"].change)
+    assert total["read"] > 20
 
 
 @pytest.mark.slow

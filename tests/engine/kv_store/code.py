@@ -18,7 +18,7 @@ from tests.sim.patch import Patch, apply
 HOME = "qkv_engine.kv_store"
 MODULES = (  # as they import each other
     *("record", "folder", "namespace", "segment", "index", "contents"),
-    *("reader", "log", "writer", "store"),
+    *("reader", "reads_first", "log", "writer", "store"),
 )
 _copies = count()
 

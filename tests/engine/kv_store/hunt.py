@@ -10,14 +10,14 @@ from pathlib import Path
 
 from tests.sim.patch import Patch
 
-from . import checks_faults, checks_folder, checks_shares, checks_store
+from . import checks_faults, checks_folder, checks_shares, checks_store, checks_turns
 from .code import Code, load
 from .model import FAVOURITE, KINDS, STEPS, CheckedStore
 
 NUM_WALKS = 20
 CHECKS = [
     check
-    for module in (checks_folder, checks_store, checks_shares, checks_faults)
+    for module in (checks_folder, checks_store, checks_turns, checks_shares, checks_faults)
     for name, check in sorted(vars(module).items())
     if name.startswith("check_")
 ]

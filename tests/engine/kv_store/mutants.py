@@ -365,7 +365,23 @@ SHARES = (
     ),
     Patch("who reads a record has none", "store", "KVStore.read", "self._index.own(stored.key, piece.tenant)", ""),
 )
-MUTANTS = {patch.name: patch for patch in (*FILES, *INDEX, *READER, *LOG, *STORE, *SHARES)}
+TURNS = (
+    Patch("writes wait for no read", "store", "KVStore._write", "self._reads_first.wait()", ""),
+    Patch("a read counts once begun", "store", "KVStore.fetch", "self._reads_first.begin()", ""),
+    Patch("a read never ends", "reads_first", "ReadsFirst.end", "self._number -= 1", ""),
+    Patch("one read that ends is the last", "reads_first", "ReadsFirst.end", "self._number -= 1", "self._number = 0"),
+    Patch("each read holds writes back anew", "reads_first", "ReadsFirst.begin", "not self._number", "True"),
+    Patch(
+        "writes wait for ever",
+        "reads_first",
+        "ReadsFirst.begin",
+        "time.monotonic() + self._most_seconds",
+        "1000000.0",
+    ),
+    Patch("the end waits for reads", "reads_first", "ReadsFirst.close", "self._is_closed = True", ""),
+    Patch("buffers are written before they may be", "store", "KVStore.fetch", "ready()", ""),
+)
+MUTANTS = {patch.name: patch for patch in (*FILES, *INDEX, *READER, *LOG, *STORE, *SHARES, *TURNS)}
 QUICK = (  # tried by make test
     "signatures of records are not compared",
     "checksums are not compared",

@@ -8,14 +8,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import pytest
 
-from qkv_engine import ConfigError, Engine
+from qkv_engine import ConfigError, Engine, SamplingParams
 from qkv_engine.device import host_disk
-from qkv_engine.kv_store.store import KVStore
+from qkv_engine.kv_store.store import KVStore, Piece
 
 from ...small_demo import BLOCK_NBYTES, small_demo
 from .asked import FULL, PROMPTS, answer, ask, make_engine
@@ -100,17 +102,73 @@ def test_a_disk_that_stands_still_holds_nobody_up(
         assert [answer(engine, number) for number in NUMBERS] == expected
 
 
+def is_of(piece: Piece, number: int) -> bool:
+    """Whether a piece is one of a prompt."""
+    return any(list(piece.tokens) == PROMPTS[number][at : at + 128] for at in range(0, FULL, 128))
+
+
+@pytest.fixture
+def first_prompt_hangs(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Event, Event]]:
+    """Reads of the first prompt have begun; they go on. Nothing is looked at but for news, or for those who come."""
+    begun, goes_on, read = Event(), Event(), KVStore.read
+
+    def slow(store: KVStore, stored: Any, piece: Piece, buffers: Any) -> bool:
+        if is_of(piece, 0):
+            begun.set()
+            assert goes_on.wait(60)
+        return read(store, stored, piece, buffers)
+
+    monkeypatch.setattr(KVStore, "read", slow)
+    monkeypatch.setattr(host_disk, "READ_SECONDS", 20.0)
+    monkeypatch.setattr(host_disk, "LOOK_SECONDS", 20.0)
+    yield begun, goes_on
+    goes_on.set()
+
+
+def test_who_waits_for_the_disk_holds_nobody_up(
+    full: Path, folder: Path, expected: list[list[int]], first_prompt_hangs: tuple[Event, Event]
+):
+    begun, goes_on = first_prompt_hangs
+    with make_engine(copy_of(full, folder)) as engine, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(answer, engine, 0)
+        assert begun.wait(30)
+        assert answer(engine, 1) == expected[1], "from the disk"
+        assert engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))[0].finished
+        assert not first.done()
+        goes_on.set()
+        assert first.result(30) == expected[0] and engine.stats().store_hit_tokens == 2 * FULL
+
+
+def test_the_books_are_left_alone_while_the_disk_reads(
+    full: Path, folder: Path, expected: list[list[int]], first_prompt_hangs: tuple[Event, Event]
+):
+    """Looking at them takes Python's lock, for which the readers wait."""
+    begun, goes_on = first_prompt_hangs
+    with make_engine(copy_of(full, folder)) as engine, ThreadPoolExecutor(1) as pool:
+        before = next_step(engine)
+        first = pool.submit(answer, engine, 0)
+        assert begun.wait(30)
+        time.sleep(0.3)  # sixty times as long as a call from another thread would wait
+        assert next_step(engine) - before <= 10 and not first.done()
+        goes_on.set()
+        assert first.result(30) == expected[0]
+
+
+def next_step(engine: Engine) -> int:
+    return engine._alive.core.scheduler._num_steps
+
+
 def test_recovery_keeps_the_disk(full: Path, folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch):
     with make_engine(copy_of(full, folder)) as engine:
-        core = engine._alive.core
-        step, fails = core.step, [True]
+        running = engine._alive.core
+        step, fails = running.step, [True]
 
         def broken() -> None:
             step()
             if fails.pop() if fails else False:
                 raise RuntimeError("on purpose")
 
-        monkeypatch.setattr(core, "step", broken)
+        monkeypatch.setattr(running, "step", broken)
         assert [answer(engine, number) for number in NUMBERS] == expected
         assert not fails and engine.stats().store_hit_tokens >= FULL * (len(PROMPTS) - 1)
 
