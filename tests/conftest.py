@@ -31,8 +31,9 @@ LINES = pytest.StashKey[list[str]]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts long files that would come last first, so that no worker is left alone with one."""
-    items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
+    """Puts folders with long files that would come last first, so that no worker is left alone with one."""
+    here = Path(__file__).parent
+    items.sort(key=lambda item: item.path.parent not in (here, here / "sim"))
 
 
 def pytest_collection_finish() -> None:

@@ -39,7 +39,7 @@ def _leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
         request.getfixturevalue("server").wait_until_idle()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def tab() -> Iterator[chromium.Tab]:
     with chromium.chromium() as found:
         yield found
