@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from qkv_engine import Engine, KVConfig, RungConfig, SamplingParams
+from qkv_engine import KVConfig, RungConfig
 from qkv_engine.config import DENSE16, BasesFile
 from qkv_engine.device.gpu.steps import DecodeShape
 from qkv_engine.fingerprint import ModelFingerprint
@@ -26,7 +25,6 @@ pytestmark = pytest.mark.gpu
 FAMILIES = ("Gemma3", "GptOss", "Olmo2", "Phi3", "Qwen3Moe")
 DENSE32 = RungConfig("dense32", "dense32", "dense32")
 WIDE = tuple(RungConfig(f"int{bits}", *(f"int{bits}-channel-128",) * 2) for bits in (8, 4))
-TIE = 1e-3  # of a log-probability
 SPECTRAL = RungConfig("spectral", "graded-32x4-16x2", "graded-48x4")
 
 
@@ -67,27 +65,15 @@ def test_stepping_down_costs_what_it_costs_the_cpu(
     assert max(found.values()) <= ERROR_RATIO * found["cpu"] + LEAST_ERROR
 
 
-def lead(folder: Path, prompt: list[int], tokens: list[int], others: list[int], **options: Any) -> float:
-    """By how much the first token that is another one is likelier than the other, or less likely; 0 without one."""
-    parted = next((i for i, pair in enumerate(zip(tokens, others, strict=True)) if pair[0] != pair[1]), None)
-    if parted is None:
-        return 0.0
-    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=2)
-    with Engine(folder, **options) as engine:
-        (output,) = engine.generate([prompt + tokens[:parted]], params)
-    logprobs = output.outputs[0].logprobs
-    assert logprobs is not None
-    found = logprobs[0]
-    return abs(found[tokens[parted]].logprob - found[others[parted]].logprob)
-
-
 @pytest.mark.parametrize("memory", ["1GiB", "9MiB"])
 def test_graphs_do_not_change_tokens(memory: str, tmp_path: Path, device: str = "cuda") -> None:
-    """But where two are as good as equal: the library chooses a product's order of sums by its rows, which a captured
-    step pads. In float32 that is some 1e-6 of a value, which may round otherwise in a dense block of 16 bits.
+    """A captured step pads the rows of a product, by which the library chooses its order of sums, so that values differ
+    by some 1e-6 of themselves. Pages of 16 bits may round that to another bit, and tokens whose log-probabilities are
+    .003 apart change places, on a CPU with such noise as well; with pages of float32 they do not.
     """
     folder = save("Olmo2", tmp_path)
-    kv = ladder(folder, DENSE16, *WIDE, SPECTRAL)
+    first = DENSE32 if memory == "1GiB" else DENSE16  # under pressure no two are so close
+    kv = ladder(folder, first, *WIDE, SPECTRAL)
     options = {"kv": kv, "device": device, "max_model_len": 1024, "dtype": "float32"}
     options["kv_memory"] = memory if memory == "1GiB" else under_pressure(folder, 1)
     serve = partial(test_gpu_steps.serve, test_gpu_steps.GREEDY, model=str(folder), seqs=8, **options)
@@ -97,8 +83,4 @@ def test_graphs_do_not_change_tokens(memory: str, tmp_path: Path, device: str = 
     assert graphs._works and len(batches) >= 3
     assert memory == "1GiB" or core.runner.cache.tables.store.num_demotions
     plain, _ = serve(cuda_graphs=False)
-    if memory != "1GiB":
-        assert captured == plain
-        return
-    for prompt, tokens, others in zip(test_gpu_steps.make_prompts(), captured, plain, strict=True):
-        assert lead(folder, prompt, tokens, others, **options) < TIE
+    assert captured == plain
