@@ -108,7 +108,7 @@ def test_prompt_logprobs_are_computed_from_the_first_token(engine: Engine) -> No
     assert output.num_cached_tokens == 0 and len(output.prompt_logprobs or ()) == 300
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_turns_under_pressure_give_the_tokens_of_turns_with_room(folder: Path, ahead: bool) -> None:
     """Memory for few: checkpoints and blocks are given up, requests give way, and go on from what is left."""
     options: dict[str, Any] = {"model": str(folder), "max_num_seqs": 4, "max_model_len": 512}
@@ -213,6 +213,7 @@ def test_commands_carry_copies_of_states(folder: Path) -> None:
     assert not any(output.error for output in outputs) and core.space.prefix.checkpoints.num_hits
 
 
+@pytest.mark.slow
 def test_two_ranks_restore_equal_addresses(saved: Callable[..., Any], tmp_path: Path) -> None:
     saved("Qwen3_5", HYBRID | {"intermediate_size": 88})
     turns = []

@@ -120,6 +120,7 @@ def test_requests_computed_again_end(folder: Path, state_dtype: str, monkeypatch
     assert calls > 60 and [len(output.token_ids) for output in outputs] == [30] * 8
 
 
+@pytest.mark.slow
 def test_two_ranks_give_the_tokens_of_one(folder: Path) -> None:
     """A column of a head, which shares a scale, is never split."""
     work = prompts(4, seed=2)

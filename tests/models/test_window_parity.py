@@ -91,6 +91,7 @@ def test_tokens_under_pressure_and_on_shared_prefixes(
         check(reference, first + outputs)
 
 
+@pytest.mark.slow
 def test_two_ranks_give_the_same_tokens(make_reference: Callable[..., transformers.PreTrainedModel], tmp_path: Path):
     family, changes, _ = MODELS["all but every third"]
     reference = make_reference(family, **SIZES, **changes)

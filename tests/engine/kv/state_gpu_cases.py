@@ -152,9 +152,11 @@ if __name__ == "__main__":
     report(
         {
             "beside a sink, padded": lambda: compare((uniform_rung(4),), 16, 3),
-            "beside patterns": lambda: compare((pattern_rung(2, 20),), 0, 0),
             "in 16 bits": lambda: compare((uniform_rung(4),), 16, 3, state_dtype="int16"),
             "in 8 bits": lambda: compare((uniform_rung(4),), 0, 2, state_dtype="int8"),
+        },
+        slow={
+            "beside patterns": lambda: compare((pattern_rung(2, 20),), 0, 0),
             "behind a group with a window": lambda: compare((uniform_rung(8),), 16, 2, window=50),
-        }
+        },
     )
