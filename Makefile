@@ -18,8 +18,8 @@ demo: .venv/.installed
 	@printf '\n'
 	$(BIN)/qkv-engine bench --batch-sweep 1,4,16 --input-len 64 --output-len 32 --repeats 1
 
-# Two processes more than cores, since tests of servers and of programs wait.
-WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
+# One process more than cores, since tests of servers and of programs wait.
+WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 # Programs that tests start find compiled modules, whatever the environment asks.
 COMPILED := PYTHONDONTWRITEBYTECODE=
 

@@ -267,15 +267,15 @@ CASES = {
         (*KINDS, "trim"),
     ),
     "resizes": Case(
-        with_resizes, range(9000, 9012), range(9100, 9600),
+        with_resizes, range(9000, 9006), range(9100, 9600),
         (*KINDS, "shrink", "growth"),
     ),
     "host": Case(
-        with_host, range(11_040, 11_052), range(11_100, 11_600),
+        with_host, range(11_045, 11_051), range(11_100, 11_600),
         (*(kind for kind in KINDS if kind != "refused"), "out", "written", "fetched", "parked"),
     ),
     "states": Case(
-        with_states, range(12_000, 12_012), range(12_100, 12_600),
+        with_states, range(12_002, 12_008), range(12_100, 12_600),
         (
             *(kind for kind in KINDS if kind not in RARE), "kept", "moved along", "restored", "given up",
             "checkpoint down", "state down",
@@ -283,7 +283,7 @@ CASES = {
         num_events=280,
     ),
     "disk": Case(
-        with_disk, range(12_000, 12_016), range(12_100, 12_600),
+        with_disk, range(12_000, 12_009), range(12_100, 12_600),
         (*(kind for kind in KINDS if kind != "refused"), "out", "written", "fetched", "saved", "read", "torn"),
         num_events=280,
     ),
