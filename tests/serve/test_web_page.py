@@ -17,7 +17,7 @@ from qkv_engine.serve.page import FOLDER
 
 from . import chromium
 from .page_steps import ENDLESS, ask, finished, last, needs_chromium
-from .running import HELLO, Running, running
+from .running import Running, running
 
 KEY = "a-secret-key"
 
@@ -64,7 +64,8 @@ def test_the_files_name_nothing_outside_and_make_no_markup_of_text():
 
 
 def test_stats_are_those_of_the_engine(server: Running):
-    server.openai.chat.completions.create(model="demo", messages=HELLO)
+    long = [{"role": "user", "content": "What is 4000+42? " * 40}]  # of which a block stays in the prefix cache
+    server.openai.chat.completions.create(model="demo", messages=long, max_tokens=4)
     stats = msgspec.json.decode(server.http.get("/stats").content, type=EngineStats)
     assert stats.model == "demo" and stats.kv_rungs == {"dense32": 32.0} and set(stats.kv_blocks) == {"dense32"}
     assert stats.kv_bytes_total == server.engine.stats().kv_bytes_total and stats.generation_tokens > 0
