@@ -16,21 +16,19 @@ from pathlib import Path
 from statistics import median
 from typing import cast
 
-import torch
-
 from qkv_engine.config import EngineConfig
 from qkv_engine.device.host_disk import HostDisk
 from qkv_engine.kv_store.log import StoredBlock
 from qkv_engine.kv_store.store import Piece
 from qkv_engine.presets import resolve_kv
-from qkv_engine.request import PromptPiece, SamplingParams
+from qkv_engine.request import PromptPiece
 from qkv_engine.scheduler import ScheduledBatch
 from qkv_engine.serving.core import EngineCore
-from qkv_engine.serving.submission import Submission
 from qkv_engine.startup import start
 
+from .gpu_copies import VOCAB_SIZE, add_prompt
 from .gpu_host import forget, write_model
-from .gpu_steps import Machine
+from .gpu_steps import Machine, random_ids
 
 GB = 1e9
 
@@ -39,7 +37,7 @@ class StoredPrompt:
     """A prompt of ``length`` tokens whose blocks are in a store in ``folder``."""
 
     def __init__(self, folder: Path, length: int):
-        self.ids = torch.randint(1000, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+        self.ids = random_ids(VOCAB_SIZE, length, 0)
         self.folder, self._length = folder / "store", length
         model = folder / "model"
         self._model = model if model.exists() else write_model(model, Machine("cpu"))
@@ -115,8 +113,7 @@ def through_engine(prompt: StoredPrompt) -> float:
 
     core.scheduler.schedule = until_it_runs  # type: ignore[method-assign]
     began = time.perf_counter()
-    params = SamplingParams(max_tokens=1)
-    core.add(Submission("prompt", None, prompt.ids, params, 1, 0, [], False, floor=0))
+    add_prompt(core, "prompt", prompt.ids, 1)
     while not ready:
         core.step()
     nbytes = core.space.prefix.host.tier.stats().fetched_nbytes  # type: ignore[union-attr]

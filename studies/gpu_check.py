@@ -115,19 +115,18 @@ def tiles(machine: Machine) -> Iterator[Figure]:
     """Products and attention in the launches that were changed, over those before; others without a target."""
     from .kernels import bench_tiles
 
+    def both(name: str, found: bench_tiles.Found, is_launched: bool = True) -> Iterator[Figure]:
+        target = bench_tiles.NO_SLOWER if is_launched else None
+        yield Figure(f"{name}, {found.before:.1f} -> {found.now:.1f} us", found.now / found.before, "times", target)
+        yield Figure(f"{name}, error", found.error, "of the norm", bench_tiles.MAX_ERROR)
+
     with torch.device(machine.device):
         for case in bench_tiles.compared():
-            name, found = f"{case.kind} {case.weight}, {case.num_rows} rows", bench_tiles.compare(case)
-            what = f"{name}: {case.what}, {found.before:.1f} -> {found.now:.1f} us"
-            target = bench_tiles.NO_SLOWER if case.is_launched else None
-            yield Figure(what, found.now / found.before, "times", target)
-            yield Figure(f"{name}: {case.what}, error", found.error, "of the norm", bench_tiles.MAX_ERROR)
+            name = f"{case.kind} {case.weight}, {case.num_rows} rows: {case.what}"
+            yield from both(name, bench_tiles.compare(case), case.is_launched)
         for num_requests in bench_tiles.ITEMS:
-            found = bench_tiles.attention(num_requests)
             name = f"attention of {num_requests} requests, 256 channels"
-            what = f"{name}: {found.before:.1f} -> {found.now:.1f} us"
-            yield Figure(what, found.now / found.before, "times", bench_tiles.NO_SLOWER)
-            yield Figure(f"{name}: error", found.error, "of the norm", bench_tiles.MAX_ERROR)
+            yield from both(name, bench_tiles.attention(num_requests))
 
 
 def weights_prompts(machine: Machine) -> Iterator[Figure]:

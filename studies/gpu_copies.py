@@ -7,9 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
-
-import torch
+from typing import Any, NamedTuple
 
 from qkv_engine import SamplingParams
 from qkv_engine.config import EngineConfig
@@ -19,11 +17,12 @@ from qkv_engine.serving.submission import Submission
 from qkv_engine.startup import start
 
 from .gpu_host import options
-from .gpu_steps import Machine
+from .gpu_steps import Machine, random_ids
 
 NUM_POOL, POOL_TOKENS, ROUNDS = 6, 8192, 8  # prompts that come back in turn; some 200 steps beside copies
 TINY_ROUNDS = 2
 OTHERS = 16  # requests that decode: a sixteenth of such a prompt, and an eighth behind it
+VOCAB_SIZE = 1000  # of the ids drawn; every model has as many
 APART, ALONE = 2, 4  # steps behind a prompt that count for nothing, and steps alone then, at the same contexts
 
 
@@ -74,13 +73,13 @@ class Watch:
         self._booked = self._launched = self._collecting = 0.0
         moves, launch = core.runner.launch_moves, core.runner.launch
 
-        def launch_moves():  # type: ignore[no-untyped-def]
+        def launch_moves() -> Any:
             self._booked = time.perf_counter()
             return moves()
 
-        def launch_step(*args):  # type: ignore[no-untyped-def]
+        def launch_step(*args: Any, **kwargs: Any) -> Any:
             try:
-                return launch(*args)
+                return launch(*args, **kwargs)
             finally:
                 self._launched = time.perf_counter()
 
@@ -131,18 +130,18 @@ def steps_beside_copies(machine: Machine) -> tuple[list[StepNote], list[StepNote
     core = start(EngineConfig(**options(machine, length, kv=resolve_kv("bf16")))).core
     watch, notes = Watch(core), list[StepNote]()
     try:
-        pool = [_ids(length, seed) for seed in range(NUM_POOL)]
+        pool = [random_ids(VOCAB_SIZE, length, seed) for seed in range(NUM_POOL)]
         for index, ids in enumerate(pool):
-            _add(core, f"first {index}", ids, 1)
+            add_prompt(core, f"first {index}", ids, 1)
             list(watch.steps())
         for index in range(machine.requests(OTHERS)):
-            _add(core, f"other {index}", _ids(length // 16, 100 + index), length // 8)
+            add_prompt(core, f"other {index}", random_ids(VOCAB_SIZE, length // 16, 100 + index), length // 8)
         while not all(request.num_output_tokens for request in core.scheduler.requests.values()):
             core.step()
         list(watch.steps(length // 80))  # graphs are captured
         with watch.collections():
             for index in range((TINY_ROUNDS if machine.is_tiny else ROUNDS) * NUM_POOL):
-                name = _add(core, f"again {index}", pool[index % NUM_POOL], 1)
+                name = add_prompt(core, f"again {index}", pool[index % NUM_POOL], 1)
                 while name in core.live:
                     notes.extend(note for note in watch.steps(1) if note.is_busy)
                 list(watch.steps(APART))
@@ -152,11 +151,8 @@ def steps_beside_copies(machine: Machine) -> tuple[list[StepNote], list[StepNote
         core.free()
 
 
-def _ids(length: int, seed: int) -> list[int]:
-    return torch.randint(1000, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def _add(core: EngineCore, name: str, ids: list[int], max_tokens: int) -> str:
+def add_prompt(core: EngineCore, name: str, ids: list[int], max_tokens: int) -> str:
+    """Adds a greedy request that ends at ``max_tokens``, and returns its name."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
     core.add(Submission(name, None, ids, params, max_tokens, 0, [], False, floor=0))
     return name

@@ -62,7 +62,7 @@ def returns(machine: Machine) -> Iterator[Return]:
     """A whole prompt back from host memory, while the one before it leaves, and after a pause."""
     length = machine.tokens(32_768)
     with Engine(**options(machine, length)) as engine:
-        ids = [random_ids(engine, length, seed) for seed in range(3)]
+        ids = [random_ids(engine.vocab_size, length, seed) for seed in range(3)]
         computed = [ask(engine, [each]) for each in ids][-1]
         for when, pause in (("right behind another one", 0.0), ("after a pause", PAUSE)):
             for each in (1, 2):  # the first one is gone then
@@ -86,7 +86,7 @@ def from_disk(machine: Machine, folder: Path) -> DiskTimes:
     model = write_model(folder / "model", machine)
     changes = {"model": str(model), "load_format": "auto", "kv_store": str(store), "kv_store_size": "16GiB"}
     with Engine(**options(machine, length, **changes)) as engine:
-        ids, other = (random_ids(engine, length, seed) for seed in range(2))
+        ids, other = (random_ids(engine.vocab_size, length, seed) for seed in range(2))
         ask(engine, [other])  # kernels are compiled
         computed = ask(engine, [ids])
         wait_for_writes(engine)
@@ -97,7 +97,7 @@ def from_disk(machine: Machine, folder: Path) -> DiskTimes:
         rates.append(read_rate(files, threads))
     with Engine(**options(machine, length, **changes)) as engine:
         forget(files)
-        ask(engine, [random_ids(engine, length, 2)])
+        ask(engine, [random_ids(engine.vocab_size, length, 2)])
         before = engine.stats().host_bytes_fetched
         seconds = ask(engine, [ids])
         nbytes = engine.stats().host_bytes_fetched - before

@@ -136,7 +136,9 @@ def prompts(machine: Machine, shape: str, number: int, length: int, weights: str
         max_model_len=length + 1,
         max_num_batched_tokens=max(2048, min(number * length, 16_384)),
     ) as engine:
-        seconds = min(ask(engine, [random_ids(engine, length, index) for index in range(number)]) for _ in range(2))
+        seconds = min(
+            ask(engine, [random_ids(engine.vocab_size, length, index) for index in range(number)]) for _ in range(2)
+        )
     config = machine.config(shape)
     counted = count_weights(config, DTYPE)
     # Of each prompt the last row alone is multiplied by the output embedding.
@@ -151,10 +153,10 @@ def ask(engine: Engine, ids: list[list[int]]) -> float:
     return time.perf_counter() - start
 
 
-def random_ids(engine: Engine, length: int, seed: int) -> list[int]:
+def random_ids(vocab_size: int, length: int, seed: int) -> list[int]:
     """Token ids of a prompt."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(engine.vocab_size, (length,), generator=generator).tolist()
+    return torch.randint(vocab_size, (length,), generator=generator).tolist()
 
 
 def spectral(folder: Path, machine: Machine, shape: str, k: Sequence[str], v: Sequence[str], recent: int) -> KVConfig:

@@ -1,8 +1,9 @@
 """Times launches that were changed beside those before on a GPU: ``python -m studies.gpu_check --parts tiles``.
 
 Products of qwen3-8b and qwen3.5-4b and attention of heads with 256 channels, each by turns with what was launched
-before and against the plain product. Also what is not launched: the tile of 256 rows with SwiGLU, and tiles that wait
-for tensor cores within a step. Times are those of graph replays over copies of a weight that exceed L2.
+before and against the plain product. Tiles that wait for tensor cores within a step are beside the same without the
+wait. Also what is not launched: the tile of 256 rows with SwiGLU. Times are those of graph replays over copies of a
+weight that exceed L2.
 """
 
 from __future__ import annotations
