@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from qkv_engine.kernels.sigmoid_gate import sigmoid_gate
+
 from .attention import Attention, AttentionBatch
 from .config import FULL, ModelConfig, read_biases, read_num_layers
 from .delta_net import DeltaNet, HybridConfig, PiecewiseLinear, StateBatch, read_states
@@ -116,7 +118,7 @@ class GatedAttention(Attention):
         num_tokens = x.shape[0]
         qkv = self.qkv_proj(x).view(num_tokens, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         attended = self.attend(qkv, rotation, batch).reshape(num_tokens, self.num_heads * self.head_dim)
-        out: Tensor = self.o_proj(attended * self.gate(x).sigmoid())
+        out: Tensor = self.o_proj(sigmoid_gate(attended, self.gate(x)))
         return out
 
     def convert(self) -> None:

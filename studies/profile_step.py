@@ -62,6 +62,7 @@ KERNELS = {
     "rope_kv_write_kernel": "q/k norm, rope, KV write",
     "rope_basis_kv_write_kernel": "q/k norm, rope, KV write",
     "swiglu_kernel": "SwiGLU",
+    "sigmoid_gate_kernel": "attention, gate",
     "update_kernel": "tables and plan",
     "place_kernel": "tables and plan",
     "sort_blocks_kernel": "tables and plan",

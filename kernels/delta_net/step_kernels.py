@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..overlap import let_next_start, wait_for_previous
+from ..overlap import begin_in_chain, let_next_start, wait_for_previous
 from .format_kernels import conv_of, load_state, store_state
 
 NORM_EPS = tl.constexpr(1e-6)  # as in reference.py
@@ -48,14 +48,13 @@ def conv_step_kernel(
              conv, ``CONVS`` bytes into a state: [C, W - 1]
     Grid:    (B * cdiv(C, TILE),)
     """
-    let_next_start(OVERLAP)
+    begin_in_chain(True, OVERLAP)
     TILES: tl.constexpr = (C + TILE - 1) // TILE
     i_b = (tl.program_id(0) // TILES).to(tl.int64)
     o_c = tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)
     m_c = o_c < C
     p_weight = weight_ptr + o_c * W
     b_last = tl.load(p_weight + W - 1, mask=m_c, other=0.0).to(tl.float32)
-    wait_for_previous(OVERLAP)
     length = tl.load(lengths_ptr + i_b)
     p_state = conv_of(memory_ptr, tl.load(words_ptr + i_b), CONVS)
     p_conv = p_state.to(tl.pointer_type(x_ptr.dtype.element_ty)) + o_c * (W - 1)
@@ -80,6 +79,8 @@ def delta_step_kernel(
 ):  # fmt: skip
     """Some columns of one value head's state: scaled, corrected under k, and read with q.
 
+    The state is read while the kernel before, the convolution, still runs: it began when all before it had ended.
+
     Shapes:  x [B, 2 HK DK + HV DV], q, k and v;  b, a [B, HV], rows ``stride_gate`` apart;  decay, dt_bias [HV];
              words, lengths [B];  out [B, HV, DV], zeros for padding;  recurrent: see ``load_state``
     Grid:    (B * HV * cdiv(DV, BLOCK_V),)
@@ -91,10 +92,10 @@ def delta_step_kernel(
     o_k, o_v = tl.arange(0, BLOCK_K), tl.program_id(0) % TILES * BLOCK_V + tl.arange(0, BLOCK_V)
     m_k, m_v = o_k < DK, o_v < DV
     decay, dt_bias = tl.load(decay_ptr + i_h), tl.load(dt_bias_ptr + i_h)
-    wait_for_previous(OVERLAP)
     length = tl.load(lengths_ptr + i_b)
     word = tl.load(words_ptr + i_b)
     b_state = load_state(memory_ptr, word, i_h, o_k, o_v, tl.where(length > 1, DK, 0), DV, DK, DV, FORMATS)
+    wait_for_previous(OVERLAP)
     p_x = x_ptr + i_b * (2 * HK * DK + HV * DV)
     p_k = p_x + i_h // (HV // HK) * DK + o_k
     b_q, b_k = load_unit(p_k, m_k), load_unit(p_k + HK * DK, m_k)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from qkv_engine.kernels.rms_norm.triton import rms_norm_triton
 from qkv_engine.kernels.rope_kv_write import KeyBasis, rope_kv_write_reference
 from qkv_engine.kernels.rope_kv_write.basis_triton import TILE_TOKENS, rope_basis_kv_write_triton
 from qkv_engine.kernels.rope_kv_write.triton import rope_kv_write_triton
+from qkv_engine.kernels.sigmoid_gate.triton import sigmoid_gate_triton
 from qkv_engine.kernels.swiglu import reference as swiglu_reference
 from qkv_engine.kernels.swiglu.triton import swiglu_triton
 from qkv_engine.models.rope import RopeConfig, RotaryEmbedding
@@ -70,6 +72,13 @@ def swiglu(inner: int, num_rows: int, dtype: torch.dtype) -> float:
     gate_up, _ = fenced(num_rows, 2 * inner, dtype=dtype)
     gate_up *= 4
     return roundings(swiglu_triton(gate_up), swiglu_reference.swiglu(gate_up))
+
+
+def sigmoid_gate(inner: int, num_rows: int, dtype: torch.dtype) -> float:
+    """The sigmoid is rounded once, and the product."""
+    x, gate = (fenced(num_rows, inner, dtype=dtype)[0] for _ in range(2))
+    with patch.object(torch, "empty_like", lambda like: torch.full_like(like, float("nan"))):
+        return roundings(sigmoid_gate_triton(x, gate * 4), x * (gate * 4).sigmoid())
 
 
 def swiglu_extremes() -> float:
@@ -175,6 +184,7 @@ def cases() -> dict[str, Callable[[], float]]:
             )
         for inner, num_rows in ((1, 2), (5, 3), (1025, 2)):
             found[f"swiglu {name} {num_rows} x {inner}"] = lambda i=inner, n=num_rows, d=dtype: swiglu(i, n, d)
+            found[f"gate {name} {num_rows} x {inner}"] = lambda i=inner, n=num_rows, d=dtype: sigmoid_gate(i, n, d)
         for norm in (False, True):
             for heads, kv_heads, head_dim in ((7, 1, 6), (6, 3, 10), (4, 2, 80)):
                 shape = (heads, kv_heads, head_dim)

@@ -37,6 +37,19 @@ def test_kernels_fit_in_registers_and_shared_memory(capability: int, narrow: boo
     assert len(names) == number
 
 
+def test_a_state_is_read_once_all_before_the_convolution_has_ended() -> None:
+    """The convolution lets the step start after its own wait, and the step reads states before its."""
+    ptx = {
+        kernel.__name__: compile_kernel(kernel, constexprs, tuning).asm["ptx"]
+        for name, kernel, constexprs, tuning in delta_net_kernels()
+        if "step" in name and "int" not in name and "mixed" not in name and "/48" not in name
+    }
+    before, _ = ptx["conv_step_kernel"].split("griddepcontrol.launch_dependents")
+    assert "griddepcontrol.wait" in before
+    before, behind = ptx["delta_step_kernel"].split("griddepcontrol.wait")
+    assert before.count("ld.global.v4") >= 8 > behind.count("ld.global.v4") and "st.global" not in before
+
+
 def test_wide_keys_fit_in_shared_memory() -> None:
     spec = StateSpec(num_k_heads=1, num_v_heads=1, k_dim=MAX_STAGED_KEYS + 28, v_dim=122, conv_width=2)
     constexprs, num_warps = chunk_scan_variant(spec, torch.bfloat16, large=True)
