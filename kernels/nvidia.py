@@ -22,3 +22,9 @@ def has_large_shared(device: torch.device) -> bool:
         return False
     properties: Any = torch.cuda.get_device_properties(device)
     return bool(properties.shared_memory_per_block_optin >= LARGE_SHARED_NBYTES)
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether ``device`` has Hopper's bulk copies and asynchronous tensor cores, for which some tiles are made."""
+    return is_nvidia(device) and torch.cuda.get_device_capability(device)[0] == 9

@@ -14,6 +14,14 @@ def power_of_2_below(number: int) -> int:
     return 1 << number.bit_length() >> 1
 
 
+def num_splits(most: int, programs: int, number: int, limit: int) -> int:
+    """The most splits up to ``most`` that divide a ``number`` of steps and make ``limit`` programs at most."""
+    splits = max(1, min(most, limit // programs))
+    while number % splits:
+        splits -= 1
+    return splits
+
+
 @triton.jit
 def weight_rows(i_p, N, GATED: tl.constexpr, FULL: tl.constexpr, BLOCK_N: tl.constexpr):
     """Int64 numbers [BLOCK_N] of a program's rows of a weight, with GATED a gate's and its up's by turns.
@@ -66,9 +74,14 @@ def store_tile(b_sum, b_bias, out_ptr, i_p, o_m, m_m, N, GATED: tl.constexpr, AC
 
 
 @triton.jit
-def store_sums(b_sum, out_ptr, o_n, o_m, m_m, N, M):
-    """Stores sums [BLOCK_N, BLOCK_M] of one split of the columns, ``program_id(2)``; out is float32 [SPLITS, M, N]."""
-    o_out = (tl.program_id(2) * M + o_m).to(tl.int64)[None, :] * N + o_n[:, None]
+def store_sums(b_sum, out_ptr, i_p, o_m, m_m, M):
+    """Stores sums [BLOCK_N, BLOCK_M] of the grid's tile ``i_p`` and of split ``program_id(2)`` of the columns.
+
+    Shapes:  out float32 [SPLITS, M, the grid's tiles BLOCK_N], in the order of the tiles
+    """
+    BLOCK_N: tl.constexpr = b_sum.shape[0]
+    o_n = i_p * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_out = (tl.program_id(2) * M + o_m).to(tl.int64)[None, :] * (tl.num_programs(0) * BLOCK_N) + o_n[:, None]
     tl.store(out_ptr + o_out, b_sum, mask=m_m[None, :])
 
 

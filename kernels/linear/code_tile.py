@@ -11,7 +11,9 @@ from ..overlap import let_next_start, overlap_options, wait_for_previous
 from ..product_parts import load_bias, store_sums, store_tile, swiglu_tile, weight_rows
 from .unpack import minus_zeros, unpack_4_bits, unpack_8_bits
 
-ADD_TILE = 1024  # elements of a program that adds splits
+ADD_TILE = 1024  # sums of a program that adds splits
+# Before Triton 3.9 a step may overwrite registers that tensor cores still read (triton-lang/triton#9433).
+OVERWRITES = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 9)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -29,7 +31,7 @@ def code_tile_kernel(
     sums for ``add_splits_kernel``. BLOCKS: the scales are those of 128 x 128 elements.
 
     Shapes:  x [M, K];  codes [N, bytes];  scales, zeros [N, cdiv(K, GROUP)];  bias [N] or None
-             out [M, N], with GATED [M, N / 2], with SPLITS float32 [SPLITS, M, N]
+             out [M, N], with GATED [M, N / 2], with SPLITS float32 [SPLITS, M, the grid's tiles BLOCK_N]
     Grid:    (cdiv(N, BLOCK_N), cdiv(M, BLOCK_M), SPLITS)
     """
     let_next_start(OVERLAP)
@@ -41,7 +43,7 @@ def code_tile_kernel(
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     IS_CHANNEL: tl.constexpr = GROUPS == 1
     i_p = tl.program_id(0)
-    o_n = weight_rows(i_p, N, GATED and SPLITS == 1, FULL, BLOCK_N)
+    o_n = weight_rows(i_p, N, GATED, FULL, BLOCK_N)
     o_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     m_m = o_m < M
     o_k = tl.arange(0, WIDTH)
@@ -102,7 +104,7 @@ def code_tile_kernel(
             else:
                 b_acc += b_part * tl.expand_dims(scales[part].to(tl.float32), -1)
         if WAITS and ASM:
-            b_acc = _finished(b_acc)
+            b_acc = finished(b_acc)
         if not (IS_CHANNEL or SCALED):
             scales = ahead
     if SLICES > 1:
@@ -110,54 +112,63 @@ def code_tile_kernel(
     if IS_CHANNEL:
         b_acc *= scales[0].to(tl.float32)[:, None]  # type: ignore[misc]
     if SPLITS > 1:
-        store_sums(b_acc, out_ptr, o_n, o_m, m_m, N, M)
+        store_sums(b_acc, out_ptr, i_p, o_m, m_m, M)
     else:
         store_tile(b_acc, load_bias(bias_ptr, o_n), out_ptr, i_p, o_m.to(tl.int64), m_m, N, GATED)
 
 
 @triton.jit
 def add_splits_kernel(
-    sums_ptr, bias_ptr, out_ptr, SIZE,
-    N: tl.constexpr, GATED: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
+    sums_ptr, bias_ptr, out_ptr, SIZE, NUM_OUT, first,
+    N: tl.constexpr, WIDTH: tl.constexpr, GATED: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The sum of ``sums``, and of ``bias``, or with GATED its SwiGLU.
+    """The sum of ``sums``, and of ``bias``, or with GATED its SwiGLU: NUM_OUT columns of ``out`` from ``first`` on.
 
-    Shapes:  sums float32 [SPLITS, M, N], of SIZE each;  bias [N] or None;  out [M, N], with GATED [M, N / 2]
-    Grid:    (M cdiv(N, TILE),), with GATED of N / 2
+    Shapes:  sums float32 [SPLITS, M, WIDTH], of SIZE each, with GATED a gate's and its up's by turns
+             bias [N] or None;  out [M, N], with GATED [M, N / 2]
+    Grid:    (cdiv(NUM_OUT, TILE), M)
     """
     let_next_start(OVERLAP)
-    WIDTH: tl.constexpr = N // 2 if GATED else N
-    TILES: tl.constexpr = (WIDTH + TILE - 1) // TILE
-    i_m = (tl.program_id(0) // TILES).to(tl.int64)
-    o_n = tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)
-    m_n = o_n < WIDTH
-    o_sum = i_m * N + o_n
+    i_m = tl.program_id(1).to(tl.int64)
+    o_out = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    m_out = o_out < NUM_OUT
+    p_out = out_ptr + i_m * (N // 2 if GATED else N) + first + o_out
     wait_for_previous(OVERLAP)
-    b_out = _sum_splits(sums_ptr, bias_ptr, o_sum, o_n, m_n, SIZE, SPLITS).to(out_ptr.dtype.element_ty)
     if GATED:
-        b_up = _sum_splits(sums_ptr, bias_ptr, o_sum + WIDTH, o_n + WIDTH, m_n, SIZE, SPLITS).to(b_out.dtype)
-        b_out = swiglu_tile(b_out, b_up)
-    tl.store(out_ptr + i_m * WIDTH + o_n, b_out, mask=m_n)
+        o_side = tl.arange(0, 2)[None, :]
+        o_sum, o_bias = o_out[:, None] * 2 + o_side, first + o_out[:, None] + o_side * (N // 2)
+        b_sum = _sum_splits(sums_ptr + i_m * WIDTH, bias_ptr, o_sum, o_bias, m_out[:, None], SIZE, SPLITS)
+        b_gate, b_up = tl.split(b_sum.to(out_ptr.dtype.element_ty))
+        tl.store(p_out, swiglu_tile(b_gate, b_up), mask=m_out)
+    else:
+        b_sum = _sum_splits(sums_ptr + i_m * WIDTH, bias_ptr, o_out, first + o_out, m_out, SIZE, SPLITS)
+        tl.store(p_out, b_sum.to(out_ptr.dtype.element_ty), mask=m_out)
 
 
 @triton.jit
-def _sum_splits(sums_ptr, bias_ptr, o_sum, o_n, m_n, SIZE, SPLITS: tl.constexpr):
-    """Float32 sums of elements ``o_sum`` of all splits and of ``bias`` at ``o_n``."""
-    b_sum = tl.zeros_like(o_n).to(tl.float32)
+def _sum_splits(p_sums, bias_ptr, o_sum, o_bias, m_out, SIZE, SPLITS: tl.constexpr):
+    """Float32 sums of elements ``o_sum`` of all splits and of ``bias`` at ``o_bias``."""
+    b_sum = tl.zeros_like(o_sum).to(tl.float32)
     if bias_ptr is not None:
-        b_sum += tl.load(bias_ptr + o_n, mask=m_n, other=0.0).to(tl.float32)
+        b_sum += tl.load(bias_ptr + o_bias, mask=m_out, other=0.0).to(tl.float32)
     for split in tl.static_range(SPLITS):
-        b_sum += tl.load(sums_ptr + split * SIZE + o_sum, mask=m_n, other=0.0)
+        b_sum += tl.load(p_sums + split * SIZE + o_sum, mask=m_out, other=0.0)
     return b_sum
 
 
-def add_splits(sums: Tensor, bias: Tensor | None, out: Tensor, *, gated: bool) -> None:
-    """Writes the sum of ``sums`` [SPLITS, M, O] and ``bias`` to ``out`` [M, O], or with ``gated`` its SwiGLU."""
-    splits, num_rows, num_out = sums.shape
-    constexprs = {"N": num_out, "GATED": gated, "SPLITS": splits, "TILE": ADD_TILE}
-    overlap = overlap_options(out.device)
-    grid = (num_rows * triton.cdiv(out.shape[1], ADD_TILE),)
-    add_splits_kernel[grid](sums, bias, out, num_rows * num_out, **constexprs, **overlap, **FUSED)
+def add_splits(sums: Tensor, bias: Tensor | None, out: Tensor, *, gated: bool, first: int = 0) -> None:
+    """Writes the sum of ``sums`` and ``bias``, or with ``gated`` its SwiGLU, to columns of ``out`` from ``first`` on.
+
+    Shapes: sums float32 [SPLITS, M, columns of the weight's tiles], with ``gated`` a gate's and its up's by turns
+            bias [N]; out [M, N], with ``gated`` [M, N / 2]
+    """
+    (splits, num_rows, width), number = sums.shape, out.shape[1] - first
+    constexprs = {"N": out.shape[1] * (1 + gated), "WIDTH": width, "GATED": gated, "SPLITS": splits}
+    tile = ADD_TILE // (1 + gated)
+    options = {"TILE": tile, **overlap_options(out.device)}
+    grid = (triton.cdiv(number, tile), num_rows)
+    add_splits_kernel[grid](sums, bias, out, num_rows * width, number, first, **constexprs, **options, **FUSED)
 
 
 @triton.jit
@@ -169,7 +180,7 @@ def _load_x(p_x, m_x, o_k, K: tl.constexpr, SPAN: tl.constexpr):
 
 
 @triton.jit
-def _finished(b_acc):
+def finished(b_acc):
     """``b_acc`` after tensor cores are done with it: an operation that takes no instruction and cannot be left out."""
     return tl.inline_asm_elementwise("", "=f,0", [b_acc], dtype=tl.float32, is_pure=True, pack=1)
 

@@ -9,16 +9,18 @@ import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..fusion import FUSED
-from ..nvidia import is_nvidia
+from ..nvidia import is_hopper, is_nvidia
 from ..overlap import overlap_options
+from ..product_parts import num_splits
 from ..swiglu import swiglu
 from .code_tile import add_splits
 from .codes import BLOCK
 from .float8_rows import Float8Rows, quantize_rows, swiglu_rows
-from .float8_tile import float8_tile_kernel
-from .integer import linear_integer, num_splits
+from .float8_tile import float8_bulk_kernel, float8_tile_kernel
+from .integer import SPLIT_PROGRAMS, linear_integer
 from .packed import PackedCodes
 
 MIN_ROWS = 2  # one row is read as fast with 16-bit activations
@@ -45,6 +47,9 @@ TUNINGS = {
     128: Float8Tuning(128, 64, 4, 4, splits=2),
     256: Float8Tuning(128, 128, 8, 4, splits=2),
 }
+# The same by bulk copies on Hopper, of more rows than ``MAX_ROWS`` without SwiGLU, by the most rows of the weight: the
+# first has a multiprocessor to itself, the second shares it.
+BULK_TUNINGS = {4096: Float8Tuning(128, 64, 4, 6), 8192: Float8Tuning(128, 64, 4, 4)}
 MAX_ROWS = 128  # of any weight; up to the last entry of one with so few rows that torch's tiles leave processors idle
 FEW_OUT = 4096
 
@@ -63,15 +68,17 @@ def linear_float8(x: Tensor, weight: PackedCodes, bias: Tensor | None = None, *,
     if not can_scale(x, weight):
         return linear_integer(x, weight, bias, gated=gated)
     rows = quantize_rows(x, blocks=weight.is_blockwise)
+    if not gated:
+        return linear_rows(rows, weight, bias)
     if _has_tiles(rows, weight):
-        return scaled_tiles(rows, weight, bias, gated=gated)
-    out = scaled_product(rows, weight, bias)
-    return swiglu(out) if gated else out
+        return scaled_tiles(rows, weight, bias, gated=True)
+    return swiglu(scaled_product(rows, weight, bias))
 
 
 def linear_rows(x: Float8Rows, weight: PackedCodes, bias: Tensor | None = None) -> Tensor:
     """``linear_float8`` of rows that are quantized already; bfloat16 [M, O]."""
-    return scaled_tiles(x, weight, bias) if _has_tiles(x, weight) else scaled_product(x, weight, bias)
+    has_tiles = _has_tiles(x, weight) or bulk_tuning(x, weight) is not None
+    return scaled_tiles(x, weight, bias) if has_tiles else scaled_product(x, weight, bias)
 
 
 def linear_rows_gated(
@@ -127,16 +134,41 @@ def scaled_tiles(
 ) -> Tensor:
     """The product by ``float8_tile_kernel``, [M, O], or with ``gated`` its SwiGLU, [M, O / 2]."""
     num_rows, num_out = len(x.codes), len(weight.codes)
+    if tuning is None and not gated and (bulk := bulk_tuning(x, weight)):
+        out = x.codes.new_empty(num_rows, num_out, dtype=dtype)
+        multiply_rows(x, weight, bias, out, bulk)
+        return out
     constexprs, num_warps = scaled_variant(weight, num_rows, gated=gated, tuning=tuning)
     splits, overlap = constexprs["SPLITS"], overlap_options(x.codes.device)
     out = x.codes.new_empty(num_rows, num_out // 2 if gated else num_out, dtype=dtype)
-    to = out if splits == 1 else out.new_empty(splits, num_rows, num_out, dtype=torch.float32)
-    grid = (triton.cdiv(num_out, constexprs["BLOCK_N"]), triton.cdiv(num_rows, constexprs["BLOCK_M"]), splits)
+    programs, width = triton.cdiv(num_out, constexprs["BLOCK_N"]), constexprs["BLOCK_N"]
+    to = out if splits == 1 else out.new_empty(splits, num_rows, programs * width, dtype=torch.float32)
+    grid = (programs, triton.cdiv(num_rows, constexprs["BLOCK_M"]), splits)
     operands = x.codes, x.scales, weight.codes, weight.scales, bias, to, num_out, num_rows
     float8_tile_kernel[grid](*operands, **constexprs, num_warps=num_warps, **overlap, **FUSED)
     if splits > 1:
         add_splits(to, bias, out, gated=gated)
     return out
+
+
+def bulk_tuning(x: Float8Rows, weight: PackedCodes) -> Float8Tuning | None:
+    """Launch parameters of ``multiply_rows`` where it takes the operands and is faster."""
+    takes = is_hopper(x.codes.device) and not weight.is_blockwise and weight.num_columns % BLOCK == 0
+    if not takes or not MAX_ROWS < len(x.codes) <= max(TUNINGS):
+        return None
+    return next((tuning for most, tuning in BULK_TUNINGS.items() if len(weight.codes) <= most), None)
+
+
+def multiply_rows(x: Float8Rows, weight: PackedCodes, bias: Tensor | None, out: Tensor, tuning: Float8Tuning) -> None:
+    """Writes the product [M, O] to ``out`` by ``float8_bulk_kernel``; columns are a multiple of 128."""
+    (num_rows, size), num_out = x.codes.shape, len(weight.codes)
+    rows = TensorDescriptor.from_tensor(x.codes, [tuning.block_m, BLOCK])
+    codes = TensorDescriptor.from_tensor(weight.codes, [tuning.block_n, BLOCK])
+    blocks = {"BLOCK_M": tuning.block_m, "BLOCK_N": tuning.block_n, "STAGES": tuning.num_stages}
+    grid = triton.cdiv(num_rows, tuning.block_m), triton.cdiv(num_out, tuning.block_n)
+    operands = rows, codes, x.scales, weight.scales, bias, out, num_out, num_rows
+    options = {"num_warps": tuning.num_warps, **overlap_options(out.device)}
+    float8_bulk_kernel[grid](*operands, K=size, **blocks, **options, **FUSED)
 
 
 def scaled_variant(
@@ -156,6 +188,6 @@ def scaled_variant(
         "BLOCK_N": tuning.block_n,
         "BLOCK_K": tuning.block_k,
         "STAGES": tuning.num_stages,
-        "SPLITS": num_splits(tuning.splits, programs, triton.cdiv(size, tuning.block_k)),
+        "SPLITS": num_splits(tuning.splits, programs, triton.cdiv(size, tuning.block_k), SPLIT_PROGRAMS),
     }
     return constexprs, tuning.num_warps

@@ -10,17 +10,16 @@ import triton
 from torch import Tensor
 
 from ..fusion import FUSED
-from ..nvidia import has_large_shared
+from ..nvidia import is_hopper
 from ..overlap import overlap_options
-from ..product_parts import power_of_2_below
+from ..product_parts import num_splits, power_of_2_below
 from ..swiglu import swiglu
+from .bulk import BulkTuning, can_copy, multiply_codes
 from .code_sum import code_sum_kernel
-from .code_tile import add_splits, code_tile_kernel
+from .code_tile import OVERWRITES, add_splits, code_tile_kernel
 from .dequantize_kernel import dequantize
-from .packed import MAX_SPAN, PackedCodes
+from .packed import PackedCodes
 
-# Before Triton 3.9 a step may overwrite registers that tensor cores still read (triton-lang/triton#9433).
-OVERWRITES = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 9)
 SPLIT_PROGRAMS = 528  # four on each multiprocessor of an H200; splits make up to as many
 
 
@@ -55,7 +54,7 @@ class CodeSums(NamedTuple):
     loads: int
 
 
-Tuning = CodeTuning | CodeSums
+Tuning = CodeTuning | CodeSums  # without bulk copies
 
 # By the bits of a code and the most rows that each serves; beyond the last entry weights are written out.
 TUNINGS: dict[int, dict[int, Tuning]] = {
@@ -90,8 +89,22 @@ WIDE = 16_384
 # Of weights so narrow that each tile of theirs has a multiprocessor to itself: splits cost more than they bring.
 NARROW_TUNINGS: dict[int, dict[int, Tuning]] = {4: {16: CodeTuning(16, 32, 4, 2, 4, 4)}, 8: {}}
 NARROW = 4096
-# Of 4 bits in steps of 128 columns, without SwiGLU: codes are unpacked once for all rows, in large shared memory.
-TALL_TUNING = CodeTuning(256, 128, 1, 1, 8, 3, scaled=True, splits=4, programs=132, waits=True)
+# The same on Hopper of more than ``FEW_ROWS``, as measured on an H200; a multiprocessor holds two of them, or one.
+BULK_TUNINGS: dict[int, dict[int, BulkTuning]] = {
+    4: {
+        64: BulkTuning(64, 128, 8, 4, programs=264, splits=8),
+        128: BulkTuning(128, 64, 4, 3, programs=264, splits=4),
+        256: BulkTuning(128, 128, 8, 3, programs=264, splits=4),
+    },
+    8: {
+        128: BulkTuning(128, 128, 8, 4, programs=132, splits=4),
+        256: BulkTuning(256, 128, 8, 3, programs=132, splits=4),
+    },
+}
+FEW_ROWS = {4: 32, 8: 64}
+# Of 129 to 256 rows and a narrow weight, of 4 bits with few columns: four splits would cost more than they bring. Of 8
+# bits tiles without copies are faster.
+SMALL_BULK_TUNINGS = {4: BulkTuning(128, 64, 4, 3, programs=396, splits=4), 8: None}
 MAX_TILE_ROWS = 256
 
 
@@ -110,7 +123,12 @@ def linear_integer(x: Tensor, weight: PackedCodes, bias: Tensor | None = None, *
 
 
 def linear_codes(
-    x: Tensor, weight: PackedCodes, bias: Tensor | None = None, *, gated: bool = False, tuning: Tuning | None = None
+    x: Tensor,
+    weight: PackedCodes,
+    bias: Tensor | None = None,
+    *,
+    gated: bool = False,
+    tuning: Tuning | BulkTuning | None = None,
 ) -> Tensor:
     """``linear_integer`` by a kernel of ours, columns of ``x`` in the order of the codes.
 
@@ -119,6 +137,10 @@ def linear_codes(
     num_rows, num_out = len(x), len(weight.codes)
     assert x.is_contiguous() and x.shape[1] == weight.num_columns
     out = x.new_empty(num_rows, num_out // 2 if gated else num_out)
+    tuning = tuning or bulk_tuning(x, weight)
+    if isinstance(tuning, BulkTuning):
+        multiply_codes(x, weight, bias, out, tuning, gated=gated)
+        return out
     kernel, constexprs, num_warps = code_variant(weight, num_rows, gated=gated, tuning=tuning)
     launch = {"num_warps": num_warps, **overlap_options(x.device)}
     operands = weight.scales, weight.zeros, bias
@@ -127,7 +149,7 @@ def linear_codes(
         kernel[(programs,)](x, weight.codes.view(torch.int32), *operands, out, num_out, **constexprs, **launch, **FUSED)
         return out
     splits = constexprs["SPLITS"]
-    to = out if splits == 1 else x.new_empty(splits, num_rows, num_out, dtype=torch.float32)
+    to = out if splits == 1 else x.new_empty(splits, num_rows, programs * constexprs["BLOCK_N"], dtype=torch.float32)
     grid = (programs, triton.cdiv(num_rows, constexprs["BLOCK_M"]), splits)
     kernel[grid](x, weight.codes.view(torch.uint8), *operands, to, num_out, num_rows, **constexprs, **launch, **FUSED)
     if splits > 1:
@@ -135,12 +157,27 @@ def linear_codes(
     return out
 
 
+def bulk_tuning(x: Tensor, weight: PackedCodes) -> BulkTuning | None:
+    """Launch parameters by bulk copies, where the device has them and they are faster."""
+    if not is_hopper(x.device) or not can_copy(x, weight):
+        return None
+    bits, is_narrow = 4 if weight.kind == "int4" else 8, len(weight.codes) <= NARROW
+    most = next((most for most in BULK_TUNINGS[bits] if FEW_ROWS[bits] < len(x) <= most), None)
+    if most == MAX_TILE_ROWS and is_narrow and (bits == 8 or weight.num_columns <= NARROW):
+        return SMALL_BULK_TUNINGS[bits]
+    return None if most is None else BULK_TUNINGS[bits][most]
+
+
 def code_variant(
-    weight: PackedCodes, num_rows: int, *, gated: bool = False, tuning: Tuning | None = None
+    weight: PackedCodes,
+    num_rows: int,
+    *,
+    gated: bool = False,
+    tuning: Tuning | None = None,
 ) -> tuple[Any, dict[str, Any], int]:
-    """Kernel, compile-time arguments and warps for ``num_rows``."""
+    """Kernel, compile-time arguments and warps for ``num_rows``, without bulk copies."""
     if tuning is None:
-        tuning = _tuning(weight, num_rows, gated)
+        tuning = code_tuning(weight, num_rows)
     constexprs = weight.constexprs | {"GATED": gated}
     if isinstance(tuning, CodeSums):
         found, num_warps = _sum_variant(weight, tuning)
@@ -154,13 +191,11 @@ def can_sum(weight: PackedCodes) -> bool:
     return weight.codes.shape[1] % 16 == 0 and weight.num_columns % 4 == 0
 
 
-def _tuning(weight: PackedCodes, num_rows: int, gated: bool) -> Tuning:
+def code_tuning(weight: PackedCodes, num_rows: int) -> Tuning:
+    """Launch parameters without bulk copies."""
     bits, num_out = 4 if weight.kind == "int4" else 8, weight.shape[0]
     tunings, least = TUNINGS[bits], num_rows if can_sum(weight) else max(2, num_rows)
     most = min((most for most in tunings if least <= most), default=max(tunings))
-    is_plain = bits == 4 and weight.span == MAX_SPAN and not gated
-    if is_plain and most == MAX_TILE_ROWS and has_large_shared(weight.codes.device):
-        return TALL_TUNING
     others = WIDE_TUNINGS[bits] if num_out >= WIDE else NARROW_TUNINGS[bits] if num_out <= NARROW else {}
     return others.get(most, tunings[most])
 
@@ -170,14 +205,6 @@ def _sum_variant(weight: PackedCodes, tuning: CodeSums) -> tuple[dict[str, Any],
     num_warps = min(8, max(1, power_of_2_below(number // tuning.vectors)))
     rows = tuning.loads // triton.cdiv(number, 32 * num_warps)
     return {"BLOCK_N": min(8, max(2, power_of_2_below(rows))), "BLOCK_Q": 32 * num_warps}, num_warps
-
-
-def num_splits(most: int, programs: int, number: int, limit: int = SPLIT_PROGRAMS) -> int:
-    """The most splits up to ``most`` that divide a ``number`` of steps and make ``limit`` programs at most."""
-    splits = max(1, min(most, limit // programs))
-    while number % splits:
-        splits -= 1
-    return splits
 
 
 def _tile_variant(weight: PackedCodes, num_rows: int, tuning: CodeTuning) -> tuple[dict[str, Any], int]:

@@ -1,9 +1,9 @@
 """Times launches that were changed beside those before on a GPU: ``python -m studies.gpu_check --parts tiles``.
 
 Products of qwen3-8b and qwen3.5-4b and attention of heads with 256 channels, each by turns with what was launched
-before and against the plain product. Tiles that wait for tensor cores within a step are beside the same without the
-wait. Also what is not launched: the tile of 256 rows with SwiGLU. Times are those of graph replays over copies of a
-weight that exceed L2.
+before and against the plain product. Tiles by bulk copies are beside those without, and tiles that wait for tensor
+cores within a step beside the same without the wait. Times are those of graph replays over copies of a weight that
+exceed L2.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qkv_engine.kernels.linear import codes_reference, linear, linear_swiglu
-from qkv_engine.kernels.linear.integer import TALL_TUNING, TUNINGS, CodeTuning, Tuning, linear_codes
+from qkv_engine.kernels.linear.float8 import TUNINGS as FLOAT8_TUNINGS
+from qkv_engine.kernels.linear.float8 import Float8Tuning, scaled_tiles
+from qkv_engine.kernels.linear.float8_rows import quantize_rows
+from qkv_engine.kernels.linear.integer import TUNINGS, CodeTuning, Tuning, code_tuning, linear_codes
 from qkv_engine.kernels.linear.packed import PackedCodes, pack
 from qkv_engine.kernels.linear.triton import TileTuning, linear_few_rows
 from qkv_engine.kernels.paged_decode.layer import LayerFormats
@@ -26,6 +29,7 @@ from qkv_engine.kernels.paged_decode.plan import DecodeWork
 from qkv_engine.kernels.paged_decode.triton import paged_decode
 from qkv_engine.kernels.swiglu import swiglu
 
+from .code_checks import MAX_FLOAT8_ERROR
 from .code_weights import random_rows, random_weight
 from .inputs import T, dense_page
 from .linear_codes import copies, nbytes_of
@@ -44,9 +48,10 @@ WEIGHTS = {
     "4b gate_up": (18432, 2560),
     "4b down": (2560, 9216),
 }
-INT4, INT8, BF16 = "int4/128", "int8", "bf16"
+INT4, INT8, FLOAT8, BF16 = "int4/128", "int8", "float8", "bf16"
 RUNS = 5  # of a product, which must agree: a race shows in some
-MAX_ERROR = 5e-3  # of ||out||: with SwiGLU, both of its sides and scaled elements of 4 bits are rounded
+# Of ||out||: with SwiGLU, both of its sides and scaled elements of 4 bits are rounded.
+MAX_ERRORS = {INT4: 5e-3, INT8: 5e-3, FLOAT8: MAX_FLOAT8_ERROR, BF16: 5e-3}
 NO_SLOWER = 1.03  # runs of one launch differ by up to 3 %
 TURNS = 3  # of both launches; the median counts
 CONTEXT, ITEMS = 8150, {16: (8, 12), 64: (16, 24)}  # tokens a request; blocks an item before and now, by requests
@@ -55,7 +60,7 @@ Product = Callable[..., Tensor]  # of rows and a weight, with ``gated`` its SwiG
 
 
 class Compared(NamedTuple):
-    """Two launches of a product with ``num_rows`` rows. ``is_launched``: the second one is what the engine takes."""
+    """Two launches of a product with ``num_rows`` rows; the second one is what the engine takes."""
 
     what: str
     kind: str
@@ -63,7 +68,6 @@ class Compared(NamedTuple):
     num_rows: int
     before: Product
     now: Product
-    is_launched: bool = True
 
     @property
     def gated(self) -> bool:
@@ -82,21 +86,20 @@ class Found(NamedTuple):
 def compared() -> Iterator[Compared]:
     """Every product to time."""
     slices, tile = CodeTuning(16, 32, 8, 1, 8, 4), CodeTuning(16, 32, 4, 2, 4, 4)
-    many = CodeTuning(128, 128, 1, 1, 8, 4, scaled=True, splits=2, programs=132)
     for weight in ("8b qkv", "8b o", "8b down"):
         yield Compared("tile", INT8, weight, 16, _codes(slices), _codes())
-        yield Compared("tile", INT4, weight, 256, _codes(many), _codes())
     yield Compared("tile", INT4, "8b qkv", 16, _codes(tile), _codes())
-    in_splits = TALL_TUNING._replace(splits=2, programs=528)
-    for what, tuning in (("tall tile", TALL_TUNING), ("tall tile in splits", in_splits)):
-        yield Compared(what, INT4, "8b gate_up", 256, _codes(), _codes(tuning), False)
-    for kind, bits, num_rows in ((INT4, 4, 128), (INT4, 4, 256), (INT8, 8, 64), (INT8, 8, 256)):
-        launched = TUNINGS[bits][num_rows]
+    for kind, num_rows in ((INT4, 256), (INT4, 128), (INT4, 64), (INT8, 128)):
+        for weight in ("8b qkv", "8b o", "8b gate_up", "8b down"):
+            yield Compared("bulk copies", kind, weight, num_rows, _without_copies, _codes())
+    for weight in ("8b o", "8b down"):
+        yield Compared("bulk copies", FLOAT8, weight, 256, partial(_float8, tuning=FLOAT8_TUNINGS[256]), _float8)
+    for num_rows in (64, 256):
+        launched = TUNINGS[8][num_rows]
         assert isinstance(launched, CodeTuning)
         for weight in ("8b o", "8b gate_up"):
             hasty = _codes(launched._replace(waits=False))
-            yield Compared("waits", kind, weight, num_rows, hasty, _codes(launched))
-    yield Compared("waits no more", INT4, "8b o", 256, _codes(), _codes(TALL_TUNING._replace(waits=False)), False)
+            yield Compared("waits", INT8, weight, num_rows, hasty, _codes(launched))
     few = TileTuning(16, 64, 128, 4, 5)
     for weight in WEIGHTS:
         yield Compared("tile", BF16, weight, 16, partial(_few_rows, tuning=few), _ours)
@@ -156,6 +159,14 @@ def _weight(kind: str, shape: tuple[int, int]) -> tuple[Callable[[], Tensor], Te
 
 def _codes(tuning: Tuning | None = None) -> Product:
     return partial(linear_codes, tuning=tuning)
+
+
+def _without_copies(x: Tensor, weight: PackedCodes, *, gated: bool) -> Tensor:
+    return linear_codes(x, weight, gated=gated, tuning=code_tuning(weight, len(x)))
+
+
+def _float8(x: Tensor, weight: PackedCodes, *, gated: bool, tuning: Float8Tuning | None = None) -> Tensor:
+    return scaled_tiles(quantize_rows(x), weight, gated=gated, tuning=tuning)
 
 
 def _few_rows(x: Tensor, weight: Tensor, *, gated: bool, tuning: TileTuning) -> Tensor:

@@ -33,6 +33,7 @@ from qkv_engine.kernels.delta_net.step_kernels import conv_step_kernel, delta_st
 from qkv_engine.kernels.formats import PageLayout
 from qkv_engine.kernels.fusion import FUSED, UNFUSED
 from qkv_engine.kernels.linear import integer
+from qkv_engine.kernels.linear.bulk import HALF, TileRange, bulk_codes_kernel, bulk_variant
 from qkv_engine.kernels.linear.codes import Float8Weight, IntegerWeight
 from qkv_engine.kernels.linear.float8_rows import swiglu_rows_kernel, swiglu_rows_variant
 from qkv_engine.kernels.linear.packed import PackedCodes, pack
@@ -52,6 +53,8 @@ from qkv_engine.kernels.rope_kv_write.triton import rope_kv_write_kernel, rope_k
 from qkv_engine.kernels.sample.reference import TILE
 from qkv_engine.kernels.sample.triton import sample_variants
 from qkv_engine.kernels.seal.triton import seal_kernel, seal_variant
+from qkv_engine.kernels.sigmoid_gate import triton as sigmoid_gate
+from qkv_engine.kernels.sigmoid_gate.triton import sigmoid_gate_kernel
 from qkv_engine.kernels.swiglu.triton import swiglu_kernel, swiglu_variant
 
 from .in_flight import overwritten
@@ -78,6 +81,7 @@ BF16 = (
     "source",
     "inner",
     "pairs",
+    "gate",
     "q_basis",
     "k_basis",
 )
@@ -104,6 +108,10 @@ def compile_kernel(kernel: Any, constexprs: dict[str, Any], tuning: Tuning, capa
     if "rows" in types:
         tile = constexprs["TILE"], constexprs["BLOCK_D"]
         types["rows"] = f"tensordesc<{constexprs['SIDE'].STORED}[{tile[0]}, {tile[1]}]>"
+    if kernel is bulk_codes_kernel:
+        sides, stored = 1 + constexprs["GATED"], "u8" if constexprs["KIND"] == "int4" else "i8"
+        types["x"] = f"tensordesc<bf16[{constexprs['BLOCK_M']}, {HALF}]>"
+        types["codes"] = f"tensordesc<{stored}[{constexprs['BLOCK_N'] // sides}, {sides}, {HALF}]>"
     aligned = [n for n in names if n.endswith(("_ptr", "_offset", "_bank")) or n.startswith("stride") or n == "V"]
     source = ASTSource(
         fn=kernel,
@@ -169,6 +177,7 @@ def fused_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
         "add_rms_norm 4096": (rms_norm_kernel, rms_norm_variant(4096, 1e-5, add=True)),
         "add_rms_norm 5120": (rms_norm_kernel, rms_norm_variant(5120, 1e-5, add=True)),
         "swiglu 14336": (swiglu_kernel, swiglu_variant(14336)),
+        "sigmoid_gate": (sigmoid_gate_kernel, ({"INNER": 4096, "TILE": sigmoid_gate.TILE}, sigmoid_gate.NUM_WARPS)),
         "float8 swiglu 12288": (swiglu_rows_kernel, swiglu_rows_variant(12288)),
         "rope_kv_write 32/8 D128": (rope_kv_write_kernel, rope_kv_write_variant(32, 8, 128, 1e-6, norm=False)),
         "rope_kv_write 32/8 D128 norm": (rope_kv_write_kernel, rope_kv_write_variant(32, 8, 128, 1e-6, norm=True)),
@@ -217,15 +226,21 @@ def code_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
             found.append((f"{weight.kind} {num_rows} rows" + gated * " gated", weight, num_rows, gated, None))
     wide = integer.TUNINGS[4][16]  # 4,096 rows of a weight are few
     found.append(("int4 16 rows, more of the weight", int4, 16, False, wide))
-    tall = integer.TALL_TUNING
-    found += [
-        ("int4 256 rows tall", int4, 256, False, tall),
-        ("int4 256 rows tall gated", int4, 256, True, tall._replace(splits=1)),
-    ]
     for name, weight, num_rows, gated, tuning in found:
         kernel, constexprs, num_warps = integer.code_variant(weight, num_rows, gated=gated, tuning=tuning)
         constexprs |= {"OVERLAP": True, "ASM": True, "bias_ptr": None, "zeros_ptr": None}
         yield name, kernel, constexprs, Tuning(num_warps, constexprs.get("STAGES", 1))
+    yield from bulk_kernels(int4, int8)
+
+
+def bulk_kernels(*weights: PackedCodes) -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
+    """The same by bulk copies, whole and in splits."""
+    for weight, gated, splits in product(weights, (False, True), (1, 2)):
+        for num_rows, tuning in integer.BULK_TUNINGS[4 if weight.kind == "int4" else 8].items():
+            constexprs = bulk_variant(weight, tuning, TileRange(splits - 1, 1, splits), gated=gated)
+            constexprs |= {"OVERLAP": True, "ASM": True, "bias_ptr": None, "zeros_ptr": None}
+            name = f"{weight.kind} {num_rows} rows bulk" + gated * " gated" + (splits > 1) * " splits"
+            yield name, bulk_codes_kernel, constexprs, Tuning(tuning.num_warps, tuning.num_stages)
 
 
 def moe_kernels(*, overlap: bool = True) -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:

@@ -35,6 +35,9 @@ from ..kernels import (
     triton_prefill_cases,
     window_cases,
 )
+from ..kernels import (
+    linear_codes_cases as codes_cases,
+)
 from ..kernels.format_pages import HEAD_DIMS, lay_apart, make_blocks
 from ..kernels.graded_cases import graded_sides, layouts
 from ..kernels.graded_cases import steps as graded_steps
@@ -172,6 +175,33 @@ def swiglu(seed: int) -> Figure:
         ]
 
 
+def gates(seed: int) -> Figure:
+    rng = random.Random(seed)
+    dtype = rng.choice(DTYPES)
+    with torch.device(DEVICE):
+        return fused_cases.sigmoid_gate(rng.randint(1, 5000), rng.randint(1, 70), dtype), ROUNDINGS[dtype]
+
+
+def quantized_products(seed: int) -> Figure:
+    """Up to 300 rows, in the launches that the device has, and SwiGLU in the product."""
+    rng = random.Random(seed)
+    bits, num_rows, num_out = rng.choice((4, 4, 8)), rng.randint(2, 300), 2 * rng.randint(1, 3000)
+    size, dtype = 128 * rng.randint(1, 40), rng.choice((BF16, FP16))
+    group = 128 if bits == 4 and rng.random() < 0.8 else size
+    with torch.device(DEVICE):
+        weight = codes_cases.integer_weight(num_out, size, bits, group, dtype, zeros=bits == 4 and rng.random() < 0.5)
+        error = codes_cases.product(weight, num_rows, dtype, codes_cases.rounded_product, rng.random() < 0.5)
+        return error + 100 * (dtype is BF16 and codes_cases.gated(weight, num_rows)), 1.0
+
+
+def float8_products(seed: int) -> Figure:
+    """Both sides of 8 bits, up to 256 rows, in the launches that the device has."""
+    rng = random.Random(seed)
+    num_rows, num_out, size = rng.randint(2, 256), 16 * rng.randint(1, 500), 128 * rng.randint(1, 20)
+    with torch.device(DEVICE):
+        return codes_cases.scaled_rows(num_out, size, num_rows), 1e-2
+
+
 def products(seed: int) -> Figure:
     """Few rows; SwiGLU in the product is to have the bits of SwiGLU behind it."""
     rng = random.Random(seed)
@@ -244,6 +274,9 @@ CASES: dict[Callable[[int], Figure], int] = {  # and how many seeds are run
     page_formats: 24,
     norms: 30,
     swiglu: 30,
+    gates: 10,
+    quantized_products: 40,
+    float8_products: 20,
     delta_net: 40,
     products: 24,
     experts: 40,

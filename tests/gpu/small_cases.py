@@ -14,6 +14,7 @@ from qkv_engine.kernels.delta_net.formats import FLOAT32, INT8, INT16
 from qkv_engine.kernels.demote import demote
 from qkv_engine.kernels.dequant import dequant_reference
 from qkv_engine.kernels.formats import BlockLayout, PageShape
+from qkv_engine.kernels.linear import integer
 from qkv_engine.kernels.moe import SoftmaxOver
 from qkv_engine.kernels.sample import sample
 from qkv_engine.kernels.seal import seal
@@ -77,6 +78,7 @@ def fused() -> None:
             fused_cases.rms_norm(size, 5, BF16)
             fused_cases.add_rms_norm(size, 5, BF16)
         fused_cases.swiglu(1025, 3, BF16)
+        fused_cases.sigmoid_gate(1025, 3, BF16)
         fused_cases.rope_kv_write(6, 2, 80, BF16, BF16, True)
         fused_cases.rope_kv_write(3, 1, 64, BF16, BF16, False)
         fused_cases.rope_kv_write(4, 2, 80, BF16, BF16, True, 20, basis=True)
@@ -121,6 +123,9 @@ def quantized_products(device: str = "cuda") -> None:
             assert math.isfinite(codes.gated(weight, 3) + codes.written_out(weight, BF16))
         for name, tuning in codes.FLOAT8.items():
             assert math.isfinite(codes.scaled(19, tuning, gated=name == "splits"))
+        bulk, weight = integer.BULK_TUNINGS[4][64], codes.integer_weight(166, 512, 4, 128, BF16, zeros=True)
+        assert math.isfinite(codes.product(weight, 35, BF16, codes.rounded_tiles, True, tuning=bulk))
+        assert math.isfinite(codes.copied_rows(83, 35, True))
         assert not codes.normed_rows(300, 3, True) and not codes.gated_rows(4100, 3)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from itertools import product as product_of
 from typing import Any
 from unittest.mock import patch
 
@@ -10,12 +12,12 @@ import torch
 from torch import Tensor
 
 from qkv_engine.kernels.linear import codes_reference
+from qkv_engine.kernels.linear.bulk import BulkTuning
 from qkv_engine.kernels.linear.codes import BLOCK, Float8Weight, IntegerWeight
 from qkv_engine.kernels.linear.dequantize_kernel import dequantize
-from qkv_engine.kernels.linear.float8 import Float8Tuning, scaled_tiles
+from qkv_engine.kernels.linear.float8 import Float8Tuning, multiply_rows, scaled_tiles
 from qkv_engine.kernels.linear.float8_rows import Float8Rows, quantize_rows, swiglu_rows
 from qkv_engine.kernels.linear.integer import (
-    TALL_TUNING,
     TUNINGS,
     CodeSums,
     CodeTuning,
@@ -37,6 +39,11 @@ TILES: dict[str, Tuning] = {
     "slices": CodeTuning(block_m=16, block_n=32, slices=2, spans=1, num_warps=2, num_stages=2),
     "splits": CodeTuning(block_m=32, block_n=32, slices=1, spans=2, num_warps=2, num_stages=2, splits=2),
     "large tiles": CodeTuning(block_m=64, block_n=64, slices=1, spans=1, num_warps=4, num_stages=2),
+}
+BULK = {  # of 83 rows of the weight
+    "bulk whole": BulkTuning(16, 32, 4, 2, programs=9, splits=2),
+    "bulk splits": BulkTuning(64, 64, 4, 2, programs=8, splits=4),
+    "bulk rest in splits": BulkTuning(64, 32, 4, 3, programs=2, splits=2),
 }
 FLOAT8 = {
     "tiles": Float8Tuning(block_m=64, block_n=64, num_warps=4, num_stages=3),
@@ -93,10 +100,16 @@ def error(found: Tensor, x: Tensor, weight: IntegerWeight | Float8Weight, bias: 
     return float(((found.double() - exact).abs() / allowed).max())
 
 
-def rounded_tiles(x: Tensor, weight: PackedCodes, bias: Tensor | None, tuning: CodeTuning) -> Tensor:
+def rounded_tiles(x: Tensor, weight: PackedCodes, bias: Tensor | None, tuning: Tuning | BulkTuning) -> Tensor:
     """Scales are powers of two, so that scaled elements have no roundings of their own."""
     weight.scales.copy_(2.0 ** weight.scales.float().log2().round())
     return linear_codes(x, weight, bias, tuning=tuning)
+
+
+def rounded_product(x: Tensor, weight: PackedCodes, bias: Tensor | None) -> Tensor:
+    """As ``rounded_tiles``, by ``linear_integer``."""
+    weight.scales.copy_(2.0 ** weight.scales.float().log2().round())
+    return linear_integer(x, weight, bias)
 
 
 def gated(weight: IntegerWeight | Float8Weight, num_rows: int) -> float:
@@ -106,6 +119,38 @@ def gated(weight: IntegerWeight | Float8Weight, num_rows: int) -> float:
     packed = pack(weight)
     expected = swiglu_triton(linear_integer(x, packed, bias))
     return float(not torch.equal(linear_integer(x, packed, bias, gated=True), expected))
+
+
+def gated_tiles(weight: IntegerWeight, num_rows: int, tuning: BulkTuning) -> float:
+    """The bits of the product in tiles of the same columns, then SwiGLU."""
+    num_out, size = weight.shape
+    bias, x = torch.randn(num_out).bfloat16(), torch.randn(num_rows, size).bfloat16() / 64
+    packed, call = pack(weight), partial(linear_codes, tuning=tuning)
+    with patch.object(torch.Tensor, "new_empty", _filled):
+        found = call(x, packed, bias, gated=True)
+        return float(not torch.equal(found, swiglu_triton(call(x, packed, bias))))
+
+
+def scaled_rows(num_out: int, size: int, num_rows: int) -> float:
+    """The error of products of 8-bit floats in the launches that the device has, of the norm.
+
+    Tensor cores add such products with fewer bits than float32 has.
+    """
+    weight, bias = float8_weight(num_out, size), fenced(num_out, dtype=torch.bfloat16)[0]
+    x = quantize_rows(fenced(num_rows, size, dtype=torch.bfloat16)[0])
+    with patch.object(torch.Tensor, "new_empty", _filled):
+        found = scaled_tiles(x, pack(weight), bias)
+    exact = codes_reference.linear(values(x), weight, bias)
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+def copied_rows(num_out: int, num_rows: int, bias: bool) -> float:
+    """Products of 8-bit floats by bulk copies, against their values'."""
+    weight, biases = float8_weight(num_out, 384), fenced(num_out, dtype=torch.bfloat16)[0] if bias else None
+    x = quantize_rows(fenced(num_rows, 384, dtype=torch.bfloat16)[0])
+    out = torch.full((num_rows, num_out), float("nan"), dtype=torch.bfloat16)
+    multiply_rows(x, pack(weight), biases, out, Float8Tuning(32, 64, 4, 2))
+    return error(out, values(x), weight, biases)
 
 
 def written_out(weight: IntegerWeight | Float8Weight, dtype: torch.dtype) -> float:
@@ -222,10 +267,15 @@ def cases() -> dict[str, Callable[[], float]]:
         True,
         tuning=of_elements,
     )
-    found["tall tile"] = lambda: product(
-        integer_weight(35, 512, 4, 128, torch.bfloat16, zeros=True), 131, torch.bfloat16, rounded_tiles, True,
-        tuning=TALL_TUNING,
-    )  # fmt: skip
+    wholes = {"int4/128": (4, 128), "int4/256": (4, 256), "int4 channel": (4, 512), "int8 channel": (8, 512)}
+    for name, bulk in BULK.items():
+        for (form, (bits, group)), dtype in product_of(wholes.items(), ("bf16", "fp16")):
+            found[f"{name} {form} {dtype}"] = lambda b=bits, g=group, t=bulk, d=DTYPES[dtype]: product(
+                integer_weight(83, 512, b, g, d, zeros=b == 4), 35, d, rounded_tiles, True, tuning=t
+            )
+        found[f"gated {name}"] = lambda t=bulk: gated_tiles(integer_weight(166, 512, 4, 128, torch.bfloat16), 35, t)
+    found["copied rows"] = lambda: copied_rows(83, 35, True)
+    found["copied rows without a bias"] = lambda: copied_rows(128, 3, False)
     for form, bits in (("int4/128", 4), ("int8 channel whole", 8)):
         found[f"splits of slices {form}"] = lambda b=bits: product(
             integer_weight(35, 1024, b, 128 if b == 4 else 1024, torch.bfloat16), 13, torch.bfloat16, linear_codes,

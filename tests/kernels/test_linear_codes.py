@@ -12,9 +12,10 @@ from .interpreted import run_cases
 pytest.importorskip("triton")
 
 from qkv_engine.kernels.linear import integer
+from qkv_engine.kernels.linear.bulk import BulkTuning, bulk_codes_kernel, tile_ranges
 from qkv_engine.kernels.linear.code_sum import code_sum_kernel
 from qkv_engine.kernels.linear.codes import IntegerWeight
-from qkv_engine.kernels.linear.integer import code_variant
+from qkv_engine.kernels.linear.integer import bulk_tuning, code_variant
 from qkv_engine.kernels.linear.packed import PackedCodes, pack, unpack
 from qkv_engine.kernels.paged_decode.triton import Tuning
 from studies.kernels.compiled import code_kernels, compile_kernel, describe
@@ -26,7 +27,7 @@ def test_linear_codes_cases() -> None:
     figures = run_cases(Path(__file__).with_name("linear_codes_cases.py"))
     equal = ("gated", "written out", "equal")  # bit for bit
     wrong = {n: e for n, e in figures.items() if not (isinstance(e, float) and e <= (not n.startswith(equal)))}
-    assert len(figures) == 177 and not wrong
+    assert len(figures) == 205 and not wrong, wrong
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -83,23 +84,45 @@ def test_tiles_of_16_rows_fit_in_smaller_cards(bits: int, capability: int) -> No
     assert found["spilled"] <= 16 and found["shared"] <= 99 << 10 and found["HMMA"]
 
 
-def test_a_tile_of_256_rows_is_for_large_shared_memory(monkeypatch) -> None:
-    def rows_of_tile(weight: PackedCodes, number: int = 256, gated: bool = False) -> tuple[int, int]:
-        _, found, _ = code_variant(weight, number, gated=gated)
-        return found["BLOCK_M"], found["SPLITS"]
+def test_bulk_copies_are_for_hopper(monkeypatch) -> None:
+    def rows_of_tile(weight: PackedCodes, number: int = 256) -> int | None:
+        x = torch.empty(number, weight.num_columns, dtype=torch.bfloat16, device="meta")
+        found = bulk_tuning(x, weight)
+        return found and found.block_m
 
-    weight = weight_of(6144, 4096, 4, 128)
-    assert rows_of_tile(weight) == (128, 1)
-    monkeypatch.setattr(integer, "has_large_shared", lambda device: True)
-    assert rows_of_tile(weight) == rows_of_tile(weight, 129) == (256, 2)
-    assert rows_of_tile(weight_of(4096, 12288, 4, 128)) == (256, 4)
-    others = (weight, 128), (weight_of(6144, 4096, 4, 64), 256), (weight_of(6144, 4096, 8, 4096), 256)
-    assert all(rows_of_tile(*other)[0] == 128 for other in others) and rows_of_tile(weight, gated=True) == (128, 1)
+    int4, int8 = weight_of(6144, 4096, 4, 128), weight_of(6144, 4096, 8, 4096)
+    assert rows_of_tile(int4) is None
+    monkeypatch.setattr(integer, "is_hopper", lambda device: True)
+    assert [rows_of_tile(int4, number) for number in (32, 33, 64, 65, 128, 129, 256)] == [None, 64, 64, *[128] * 4]
+    assert [rows_of_tile(int8, number) for number in (64, 65, 128, 129)] == [None, 128, 128, 256]
+    assert rows_of_tile(weight_of(4096, 4096, 8, 4096)) is None
+    small, long = (
+        bulk_tuning(torch.empty(256, size, device="meta"), weight_of(4096, size, 4, 128)) for size in (4096, 12288)
+    )
+    assert small is not None and long is not None and small.block_n < long.block_n
+    others = weight_of(6144, 4096, 4, 64), weight_of(6144, 4160, 4, 4160), weight_of(6144, 4096, 8, 128)
+    assert all(rows_of_tile(other, 128) is None for other in others)
+
+
+@pytest.mark.parametrize(
+    ("num_out", "num_rows", "expected"),
+    [
+        (24576, 256, [(0, 132, 1), (132, 60, 2)]),
+        (6144, 256, [(0, 48, 2)]),
+        (4096, 200, [(0, 32, 4)]),
+        (4096, 128, [(0, 32, 4)]),
+        (2 * 132 * 128, 256, [(0, 264, 1)]),
+        (100, 128, [(0, 1, 4)]),
+    ],
+)
+def test_tiles_fill_all_places(num_out, num_rows, expected) -> None:
+    tuning = BulkTuning(128, 128, 8, 3, programs=264, splits=4)
+    assert list(tile_ranges(tuning, num_rows, num_out, 4096)) == expected
 
 
 def test_tiles_may_wait_for_tensor_cores_within_a_step() -> None:
     """Before Triton 3.9 registers that tensor cores read from one step to the next could be overwritten."""
-    _, kernel, constexprs, tuning = next(case for case in code_kernels() if case[0] == "int4 256 rows tall gated")
+    _, kernel, constexprs, tuning = next(case for case in code_kernels() if case[0] == "int4 256 rows gated")
     for waits in (True, False):
         steps = compile_kernel(kernel, constexprs | {"WAITS": waits}, tuning).asm["ttgir"]
         step = steps[steps.index("scf.for") : steps.index("scf.yield")]
@@ -127,4 +150,7 @@ def test_codes_become_floats_in_registers(case) -> None:
     else:
         assert found["HMMA"] or found["HGMMA"]
         assert not found["overwritten"]
+        if kernel is bulk_codes_kernel:
+            assert "cp.async.bulk" in ptx and "cp.async.cg" not in ptx
+            return
         assert constexprs["SLICES"] == 1 or ("cp.async.cg" in ptx and "cp.async.ca" not in ptx)

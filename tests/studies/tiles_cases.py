@@ -26,17 +26,17 @@ def counted(calls: Sequence[Callable[[], Any]]) -> float:
     return float(len(calls))
 
 
-def error(find: Callable[[], bench_tiles.Found]) -> float:
+def error(find: Callable[[], bench_tiles.Found], kind: str = bench_tiles.BF16) -> float:
     """Of what ``find`` gives, in units of what is allowed."""
     with patch.multiple(bench_tiles, time_calls=counted, **SMALL):
-        return find().error / bench_tiles.MAX_ERROR
+        return find().error / bench_tiles.MAX_ERRORS[kind]
 
 
 def cases() -> dict[str, Callable[[], float]]:
     found: dict[str, Callable[[], float]] = {"attention": lambda: error(lambda: attention(2))}
     for case in compared():
         name = f"{case.what} {case.kind} {case.weight} {case.num_rows}"
-        found[name] = lambda c=case: error(lambda: compare(c))  # type: ignore[misc]
+        found[name] = lambda c=case: error(lambda: compare(c), c.kind)  # type: ignore[misc]
     return found
 
 
