@@ -74,5 +74,11 @@ def test_changed_launches_are_compared():
     assert len(figures) == 53 and all(isinstance(error, float) and error <= 1 for error in figures.values())
 
 
+def test_launches_of_delta_nets_agree():
+    """As ``bench_states`` times them, at small sizes."""
+    figures = run_cases(Path(__file__).with_name("states_cases.py"))
+    assert len(figures) == 2 and all(isinstance(error, float) and error < 2**-6 for error in figures.values()), figures
+
+
 def test_each_file_of_gpu_tests_is_a_part():
     assert {"tests-kernels", "tests-resize", "tests-bases"} <= set(PARTS)
