@@ -191,7 +191,7 @@ def quantized_products(seed: int) -> Figure:
     with torch.device(DEVICE):
         weight = codes_cases.integer_weight(num_out, size, bits, group, dtype, zeros=bits == 4 and rng.random() < 0.5)
         error = codes_cases.product(weight, num_rows, dtype, codes_cases.rounded_product, rng.random() < 0.5)
-        return error + 100 * (dtype is BF16 and codes_cases.gated(weight, num_rows)), 1.0
+        return error + 100 * (dtype is BF16 and codes_cases.gated(weight, num_rows)), 1.5
 
 
 def float8_products(seed: int) -> Figure:
