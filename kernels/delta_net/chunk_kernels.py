@@ -10,67 +10,67 @@ from .step_kernels import log_kept, silu, unit
 
 
 @triton.jit
-def conv_rows(
-    x_ptr, p_conv, weights, o_t, begin, end, o_c, m_c, stride_x,
-    W: tl.constexpr, WITH_OLD: tl.constexpr,
-):  # fmt: skip
-    """Some rows of the short convolution [ROWS, TILE], and SiLU; ``WITH_OLD``: the state has those before ``begin``."""
-    b_sum = tl.zeros([o_t.shape[0], o_c.shape[0]], dtype=tl.float32)
-    for i in tl.static_range(W):
-        o_row = o_t + (i - W + 1)
-        m_here = ((o_t < end) & (o_row >= begin))[:, None] & m_c[None, :]
-        p_x = x_ptr + o_row.to(tl.int64)[:, None] * stride_x + o_c[None, :]
-        b_x = tl.load(p_x, mask=m_here, other=0.0).to(tl.float32)
-        if WITH_OLD and i < W - 1:
-            m_old = ((o_t < end) & (o_row < begin))[:, None] & m_c[None, :]
-            p_old = p_conv + o_c[None, :] * (W - 1) + (o_row - begin + (W - 1))[:, None]
-            b_x += tl.load(p_old, mask=m_old, other=0.0).to(tl.float32)
-        b_sum += b_x * weights[i][None, :]
-    return silu(b_sum)
-
-
-@triton.jit
 def conv_chunk_kernel(
     memory_ptr, x_ptr, weight_ptr, words_ptr, items_ptr, chunks_ptr, out_ptr, stride_x,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, W: tl.constexpr, CONVS: tl.constexpr,
-    TILE: tl.constexpr, ROWS: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The short convolution of a chunk: heads of q and k, which come out with length 1, or a tile of v's channels.
+    """The short convolution of a chunk: heads of q and k, which come out with length 1, or as many channels of v.
 
-    q is scaled by the root of 1 / DK as well. ROWS tokens are computed at a time, at least W - 1.
+    q is scaled by the root of 1 / DK as well. Each row is loaded once, ROWS of them at a time, and its last W - 1 stay.
     Shapes:  x [N, C], rows ``stride_x`` apart;  weight [C, W];  words [I];  items [I, 4];  chunks [M, 3];
              out [N, C];  conv, ``CONVS`` bytes into a state: [C, W - 1]
-    Grid:    (2 HK + cdiv(HV DV, TILE), M); TILE is at least DK
+    Grid:    (cdiv(2 HK, HEADS) + cdiv(HV DV, HEADS BLOCK_K), M); BLOCK_K is at least DK
     """
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    PARTS: tl.constexpr = (2 * HK + HEADS - 1) // HEADS  # of q and k
+    TILE: tl.constexpr = HEADS * BLOCK_K
     C: tl.constexpr = 2 * HK * DK + HV * DV
     part = tl.program_id(0)
-    p_chunk = chunks_ptr + tl.program_id(1) * 3
-    is_head = part < 2 * HK
-    o_c = tl.where(is_head, part * DK, 2 * HK * DK + (part - 2 * HK) * TILE) + tl.arange(0, TILE)
-    if DK == TILE and HV * DV % TILE == 0:  # loads of 16 bytes need a mask that is known to be one for all of them
-        m_c = tl.full([TILE], True, tl.int1)
+    is_head = part < PARTS
+    o_h, o_k = tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK_K)[None, :]
+    i_h = part * HEADS + o_h
+    v_first = 2 * HK * DK + (part - PARTS) * TILE
+    if DK == BLOCK_K and 2 * HK % HEADS == 0 and HV * DV % TILE == 0:  # loads of 16 bytes, without masks
+        o_c = tl.where(is_head, part * TILE, v_first) + (o_h * BLOCK_K + o_k)
+        is_there = tl.full([HEADS, BLOCK_K], 1, tl.int32)
     else:
-        m_c = o_c < tl.where(is_head, (part + 1) * DK, C)
-    factor = tl.where(part < HK, DK**-0.5, 1.0)
-    weights = ()
-    for i in tl.static_range(W):
-        weights += (tl.load(weight_ptr + o_c * W + i, mask=m_c, other=0.0).to(tl.float32),)  # type: ignore[assignment]
+        o_c = tl.where(is_head, i_h * DK, v_first + o_h * BLOCK_K) + o_k
+        is_there = (tl.where(is_head, o_k, o_c) < tl.where(is_head, tl.where(i_h < 2 * HK, DK, 0), C)).to(tl.int32)
+    factor = tl.where(i_h < HK, DK**-0.5, 1.0)
+    p_chunk = chunks_ptr + tl.program_id(1) * 3
     first, number, item = tl.load(p_chunk), tl.load(p_chunk + 1), tl.load(p_chunk + 2)
     begin, is_first = tl.load(items_ptr + item * 4), tl.load(items_ptr + item * 4 + 2)
-    p_state = conv_of(memory_ptr, tl.load(words_ptr + item), CONVS)
-    p_conv = p_state.to(tl.pointer_type(x_ptr.dtype.element_ty))
+    p_state = conv_of(memory_ptr, tl.load(words_ptr + item), CONVS).to(tl.pointer_type(DTYPE)) + o_c * (W - 1)
+    weights = ()
+    for i in tl.static_range(W):
+        weights += (tl.load(weight_ptr + o_c * W + i, mask=is_there > 0, other=0.0).to(tl.float32),)  # type: ignore[assignment]
+    before = ()  # rows before those of a turn; the state has those before the item's
+    for i in tl.static_range(W - 1):
+        row = first + (i - W + 1)
+        m_new, m_old = is_there > tl.where(row < begin, 1, 0), is_there > tl.where(row < begin, is_first, 1)
+        b_new = tl.load(x_ptr + row.to(tl.int64) * stride_x + o_c, mask=m_new, other=0.0)
+        b_old = tl.load(p_state + (row - begin + (W - 1)), mask=m_old, other=0.0)
+        before += (tl.where(row < begin, b_old, b_new),)  # type: ignore[assignment]
     end = first + number
     for start in range(first, end, ROWS):
-        o_t = start + tl.arange(0, ROWS)
-        if (start == begin) & (is_first == 0):
-            b_out = conv_rows(x_ptr, p_conv, weights, o_t, begin, end, o_c, m_c, stride_x, W, True)
-        else:
-            b_out = conv_rows(x_ptr, p_conv, weights, o_t, begin, end, o_c, m_c, stride_x, W, False)
-        b_out = b_out.to(out_ptr.dtype.element_ty)
-        if is_head:
-            b_out = (unit(b_out.to(tl.float32)) * factor).to(out_ptr.dtype.element_ty)
-        p_out = out_ptr + o_t.to(tl.int64)[:, None] * C + o_c[None, :]
-        tl.store(p_out, b_out, mask=(o_t < end)[:, None] & m_c[None, :])
+        rows = before
+        for r in tl.static_range(ROWS):
+            p_x = x_ptr + tl.full([1, 1], start + r, tl.int64) * stride_x + o_c
+            m_x = is_there > tl.where(start + r < end, 0, 1)
+            rows += (tl.load(p_x, mask=m_x, other=0.0),)  # type: ignore[assignment]
+        for r in tl.static_range(ROWS):
+            b_sum = tl.zeros([HEADS, BLOCK_K], dtype=tl.float32)
+            for i in tl.static_range(W):
+                b_sum += rows[r + i].to(tl.float32) * weights[i]
+            b_out = silu(b_sum).to(DTYPE)
+            if is_head:
+                b_out = (unit(b_out.to(tl.float32)) * factor).to(DTYPE)
+            p_out = out_ptr + tl.full([1, 1], start + r, tl.int64) * C + o_c
+            tl.store(p_out, b_out, mask=is_there > tl.where(start + r < end, 0, 1))
+        before = ()
+        for i in tl.static_range(W - 1):
+            before += (rows[ROWS + i],)  # type: ignore[assignment]
 
 
 @triton.jit

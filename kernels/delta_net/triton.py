@@ -21,6 +21,7 @@ from .state import DeltaWeights, StateSpec
 from .step_kernels import conv_step_kernel, delta_step_kernel, gated_norm_kernel
 
 CONV_TILE = 256  # channels of a program
+CONV_CHANNELS, CONV_ROWS = 1024, 8  # of chunks: 8 channels of 8 rows a thread under way
 STEP_COLUMNS, SOLVE_COLUMNS = 32, 64  # of a head's values
 SOLVE_REGISTERS = 168  # a thread: three programs then fit a multiprocessor of Hopper, which is worth some spills
 # By the bytes of an element. In 16 bits never fewer: on an H200 products of 128 rows and 32 columns gave wrong sums
@@ -83,7 +84,8 @@ def delta_net_chunk_triton(
     scores = qkv.new_empty(len(chunks), *dims, CHUNK)
     kept = qkv.new_empty(len(chunks), *dims, dtype=torch.float32)
     constexprs, num_warps = conv_chunk_variant(spec)
-    parts = 2 * spec.num_k_heads + triton.cdiv(spec.num_v_heads * spec.v_dim, constexprs["TILE"])
+    tile = constexprs["HEADS"] * constexprs["BLOCK_K"]
+    parts = triton.cdiv(2 * spec.num_k_heads, constexprs["HEADS"]) + triton.cdiv(spec.num_v_heads * spec.v_dim, tile)
     conv_chunk_kernel[(parts, len(chunks))](
         memory, qkv, weights.conv, words, items, chunks, mixed, qkv.stride(0),
         **constexprs, num_warps=num_warps, **FUSED,
@@ -136,8 +138,8 @@ def conv_step_variant(spec: StateSpec) -> tuple[dict[str, Any], int]:
 
 def conv_chunk_variant(spec: StateSpec) -> tuple[dict[str, Any], int]:
     """Compile-time arguments and warps of ``conv_chunk_kernel``."""
-    conv = {**_heads(spec), "W": spec.conv_width, "CONVS": _conv(spec)["CONVS"]}
-    return {**conv, "TILE": max(64, triton.next_power_of_2(spec.k_dim)), "ROWS": 16}, 4
+    conv, block = {**_heads(spec), "W": spec.conv_width, "CONVS": _conv(spec)["CONVS"]}, _blocks(spec, 1)["BLOCK_K"]
+    return {**conv, "HEADS": max(1, CONV_CHANNELS // block), "BLOCK_K": block, "ROWS": CONV_ROWS}, 4
 
 
 def conv_state_variant(spec: StateSpec) -> tuple[dict[str, Any], int]:

@@ -2,7 +2,8 @@
 
 python -m studies.kernels.bench_states [--requests 1,16,64] [--tokens 16384]
 
-Single tokens with other columns and warps of the state's kernel, chunks with other rows and warps of the convolution.
+Single tokens with other columns and warps of the state's kernel, chunks with other rows, channels and warps of the
+convolution.
 States of several layers take turns, which together exceed L2. ``error``: of the largest output, against the engine's
 launch. ``share``: bytes of states, or of the rows in and out of the convolution, at 4.3e12 B/s over the time.
 """
@@ -29,7 +30,7 @@ from .timing import time_calls
 SPEC = StateSpec(16, 32, 128, 128, 4)  # of qwen3.5-4b
 LAYERS = 4
 STEPS = [(columns, warps) for columns in (16, 32, 64, 128) for warps in (1, 2, 4, 8)]
-CHUNKS = [(rows, warps) for rows in (16, 32, 64) for warps in (2, 4, 8)]
+CHUNKS = [(rows, channels, warps) for rows in (4, 8, 16) for channels in (512, 1024, 2048) for warps in (2, 4, 8)]
 
 Variant = Callable[..., tuple[dict[str, Any], int]]
 
@@ -106,7 +107,10 @@ def chunks(spec: StateSpec, tokens: int) -> Iterator[Timed]:
     layers = Layers(spec, 2, tokens)
     work = ChunkWork.build(layers.words.T.tolist(), [0, 0], [tokens // 2] * 2).to(layers.qkv.device)
     launches = {
-        f"{rows} rows, {warps} warps": changed(triton.conv_chunk_variant, warps, ROWS=rows) for rows, warps in CHUNKS
+        f"{rows} rows, {channels} channels, {warps} warps": changed(
+            triton.conv_chunk_variant, warps, ROWS=rows, HEADS=max(1, channels // spec.k_dim)
+        )
+        for rows, channels, warps in CHUNKS
     }
     calls = layers.calls(triton.delta_net_chunk_triton, work)
     yield from compare(layers, calls, "conv_chunk_variant", launches, 2 * layers.qkv.nbytes)
