@@ -239,7 +239,9 @@ def cases() -> dict[str, Callable[[], float]]:
             found[f"chunks {kind} {name} mixed {len(narrower)}"] = lambda s=spec, d=d: chunks(
                 s, d, [0, 3, 70, 0], [2, 64, 131, 1]
             )
+    whole = StateSpec(num_k_heads=4, num_v_heads=8, k_dim=128, v_dim=128, conv_width=4)  # whole tiles
     for name, dtype in DTYPES.items():
+        found[f"chunks whole {name}"] = lambda d=dtype: chunks(whole, d, [3, 0], [70, 9])
         found[f"norm {name}"] = lambda d=dtype: norm(d, 9, 3, 35)
     return found
 
