@@ -74,6 +74,7 @@ def test_changed_launches_are_compared():
     assert len(figures) == 53 and all(isinstance(error, float) and error <= 1 for error in figures.values())
 
 
+@pytest.mark.slow
 def test_launches_of_delta_nets_agree():
     """As ``bench_states`` times them, at small sizes."""
     figures = run_cases(Path(__file__).with_name("states_cases.py"))
