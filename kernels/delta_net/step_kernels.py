@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..overlap import begin_in_chain, let_next_start, wait_for_previous
+from ..overlap import let_next_start, wait_for_previous
 from .format_kernels import conv_of, load_state, store_state
 
 NORM_EPS = tl.constexpr(1e-6)  # as in reference.py
@@ -48,13 +48,14 @@ def conv_step_kernel(
              conv, ``CONVS`` bytes into a state: [C, W - 1]
     Grid:    (B * cdiv(C, TILE),)
     """
-    begin_in_chain(True, OVERLAP)
     TILES: tl.constexpr = (C + TILE - 1) // TILE
     i_b = (tl.program_id(0) // TILES).to(tl.int64)
     o_c = tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)
     m_c = o_c < C
     p_weight = weight_ptr + o_c * W
     b_last = tl.load(p_weight + W - 1, mask=m_c, other=0.0).to(tl.float32)
+    wait_for_previous(OVERLAP)
+    let_next_start(OVERLAP)  # only now: it reads states before it waits for this one
     length = tl.load(lengths_ptr + i_b)
     p_state = conv_of(memory_ptr, tl.load(words_ptr + i_b), CONVS)
     p_conv = p_state.to(tl.pointer_type(x_ptr.dtype.element_ty)) + o_c * (W - 1)

@@ -138,7 +138,8 @@ def conv_step_variant(spec: StateSpec) -> tuple[dict[str, Any], int]:
 
 def conv_chunk_variant(spec: StateSpec) -> tuple[dict[str, Any], int]:
     """Compile-time arguments and warps of ``conv_chunk_kernel``."""
-    conv, block = {**_heads(spec), "W": spec.conv_width, "CONVS": _conv(spec)["CONVS"]}, _blocks(spec, 1)["BLOCK_K"]
+    conv = {**_heads(spec), "W": spec.conv_width, "CONVS": _conv(spec)["CONVS"]}
+    block = triton.next_power_of_2(spec.k_dim)
     return {**conv, "HEADS": max(1, CONV_CHANNELS // block), "BLOCK_K": block, "ROWS": CONV_ROWS}, 4
 
 

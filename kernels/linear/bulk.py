@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..fusion import FUSED
 from ..overlap import begin_in_chain, overlap_options, wait_for_previous
-from ..product_parts import load_bias, num_splits, store_sums, store_tile
+from ..product_parts import load_bias, num_splits, store_sums, store_tile, weight_rows
 from .code_tile import OVERWRITES, add_splits, finished
 from .packed import MAX_SPAN, PackedCodes
 from .unpack import minus_zeros, unpack_4_bits, unpack_8_bits
@@ -73,10 +73,8 @@ def bulk_codes_kernel(
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     SCALED: tl.constexpr = KIND == "int4" and GROUPS > 1
     i_p, i_m = first + tl.program_id(0), tl.program_id(1) * BLOCK_M
-    o_n = tl.minimum(i_p * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
-    if GATED:
-        o_n = o_n // 2 + o_n % 2 * (N // 2)
-    o_scale = o_n.to(tl.int64) * GROUPS
+    o_n = weight_rows(i_p, N, GATED, False, BLOCK_N)
+    o_scale = o_n * GROUPS
     i_row = i_p * (BLOCK_N // 2 if GATED else BLOCK_N)
     start = tl.program_id(2) * PART
     b_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)

@@ -68,16 +68,15 @@ def linear_float8(x: Tensor, weight: PackedCodes, bias: Tensor | None = None, *,
     if not can_scale(x, weight):
         return linear_integer(x, weight, bias, gated=gated)
     rows = quantize_rows(x, blocks=weight.is_blockwise)
-    if not gated:
-        return linear_rows(rows, weight, bias)
-    if _has_tiles(rows, weight):
-        return scaled_tiles(rows, weight, bias, gated=True)
-    return swiglu(scaled_product(rows, weight, bias))
+    if _has_tiles(rows, weight, gated=gated):
+        return scaled_tiles(rows, weight, bias, gated=gated)
+    out = scaled_product(rows, weight, bias)
+    return swiglu(out) if gated else out
 
 
 def linear_rows(x: Float8Rows, weight: PackedCodes, bias: Tensor | None = None) -> Tensor:
     """``linear_float8`` of rows that are quantized already; bfloat16 [M, O]."""
-    has_tiles = _has_tiles(x, weight) or bulk_tuning(x, weight) is not None
+    has_tiles = _has_tiles(x, weight, gated=False)
     return scaled_tiles(x, weight, bias) if has_tiles else scaled_product(x, weight, bias)
 
 
@@ -85,14 +84,16 @@ def linear_rows_gated(
     x: Float8Rows, weight: PackedCodes, bias: Tensor | None = None, reader: PackedCodes | None = None
 ) -> Tensor | Float8Rows:
     """``linear_rows`` with SwiGLU, [M, O / 2]; in 8-bit floats where ``reader`` takes them and a kernel is saved."""
-    if _has_tiles(x, weight):
+    if _has_tiles(x, weight, gated=True):
         return scaled_tiles(x, weight, bias, gated=True)
     out = scaled_product(x, weight, bias)
     return swiglu_rows(out) if reader is not None and takes_rows(out, reader) else swiglu(out)
 
 
-def _has_tiles(x: Float8Rows, weight: PackedCodes) -> bool:
+def _has_tiles(x: Float8Rows, weight: PackedCodes, *, gated: bool) -> bool:
     """Whether ``scaled_tiles`` are as fast as torch's product."""
+    if bulk_tuning(x, weight, gated=gated) is not None:
+        return True
     most = max(TUNINGS) if len(weight.codes) <= FEW_OUT else MAX_ROWS
     return len(x.codes) <= most and not weight.is_blockwise
 
@@ -132,9 +133,12 @@ def scaled_tiles(
     tuning: Float8Tuning | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """The product by ``float8_tile_kernel``, [M, O], or with ``gated`` its SwiGLU, [M, O / 2]."""
+    """The product by a kernel of ours, [M, O], or with ``gated`` its SwiGLU, [M, O / 2].
+
+    ``tuning``: launch parameters of ``float8_tile_kernel``, which computes it then.
+    """
     num_rows, num_out = len(x.codes), len(weight.codes)
-    if tuning is None and not gated and (bulk := bulk_tuning(x, weight)):
+    if tuning is None and (bulk := bulk_tuning(x, weight, gated=gated)):
         out = x.codes.new_empty(num_rows, num_out, dtype=dtype)
         multiply_rows(x, weight, bias, out, bulk)
         return out
@@ -151,10 +155,10 @@ def scaled_tiles(
     return out
 
 
-def bulk_tuning(x: Float8Rows, weight: PackedCodes) -> Float8Tuning | None:
+def bulk_tuning(x: Float8Rows, weight: PackedCodes, *, gated: bool) -> Float8Tuning | None:
     """Launch parameters of ``multiply_rows`` where it takes the operands and is faster."""
-    takes = is_hopper(x.codes.device) and not weight.is_blockwise and weight.num_columns % BLOCK == 0
-    if not takes or not MAX_ROWS < len(x.codes) <= max(TUNINGS):
+    is_plain = not (gated or weight.is_blockwise or weight.num_columns % BLOCK)
+    if not is_plain or not is_hopper(x.codes.device) or not MAX_ROWS < len(x.codes) <= max(TUNINGS):
         return None
     return next((tuning for most, tuning in BULK_TUNINGS.items() if len(weight.codes) <= most), None)
 

@@ -102,9 +102,8 @@ BULK_TUNINGS: dict[int, dict[int, BulkTuning]] = {
     },
 }
 FEW_ROWS = {4: 32, 8: 64}
-# Of 129 to 256 rows and a narrow weight, of 4 bits with few columns: four splits would cost more than they bring. Of 8
-# bits tiles without copies are faster.
-SMALL_BULK_TUNINGS = {4: BulkTuning(128, 64, 4, 3, programs=396, splits=4), 8: None}
+# Of 4 bits and 129 to 256 rows, of a weight with few rows and columns: four splits would cost more than they bring.
+SMALL_BULK_TUNING = BulkTuning(128, 64, 4, 3, programs=396, splits=4)
 MAX_TILE_ROWS = 256
 
 
@@ -161,19 +160,20 @@ def bulk_tuning(x: Tensor, weight: PackedCodes) -> BulkTuning | None:
     """Launch parameters by bulk copies, where the device has them and they are faster."""
     if not is_hopper(x.device) or not can_copy(x, weight):
         return None
-    bits, is_narrow = 4 if weight.kind == "int4" else 8, len(weight.codes) <= NARROW
+    bits = 4 if weight.kind == "int4" else 8
     most = next((most for most in BULK_TUNINGS[bits] if FEW_ROWS[bits] < len(x) <= most), None)
-    if most == MAX_TILE_ROWS and is_narrow and (bits == 8 or weight.num_columns <= NARROW):
-        return SMALL_BULK_TUNINGS[bits]
-    return None if most is None else BULK_TUNINGS[bits][most]
+    if most is None:
+        return None
+    if most == MAX_TILE_ROWS and len(weight.codes) <= NARROW:
+        if bits == 8:  # tiles without copies are faster
+            return None
+        if weight.num_columns <= NARROW:
+            return SMALL_BULK_TUNING
+    return BULK_TUNINGS[bits][most]
 
 
 def code_variant(
-    weight: PackedCodes,
-    num_rows: int,
-    *,
-    gated: bool = False,
-    tuning: Tuning | None = None,
+    weight: PackedCodes, num_rows: int, *, gated: bool = False, tuning: Tuning | None = None
 ) -> tuple[Any, dict[str, Any], int]:
     """Kernel, compile-time arguments and warps for ``num_rows``, without bulk copies."""
     if tuning is None:

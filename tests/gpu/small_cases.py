@@ -124,7 +124,7 @@ def quantized_products(device: str = "cuda") -> None:
         for name, tuning in codes.FLOAT8.items():
             assert math.isfinite(codes.scaled(19, tuning, gated=name == "splits"))
         bulk, weight = integer.BULK_TUNINGS[4][64], codes.integer_weight(166, 512, 4, 128, BF16, zeros=True)
-        assert math.isfinite(codes.product(weight, 35, BF16, codes.rounded_tiles, True, tuning=bulk))
+        assert math.isfinite(codes.product(weight, 35, BF16, codes.rounded, True, tuning=bulk))
         assert math.isfinite(codes.copied_rows(83, 35, True))
         assert not codes.normed_rows(300, 3, True) and not codes.gated_rows(4100, 3)
 

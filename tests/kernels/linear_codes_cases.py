@@ -100,35 +100,22 @@ def error(found: Tensor, x: Tensor, weight: IntegerWeight | Float8Weight, bias: 
     return float(((found.double() - exact).abs() / allowed).max())
 
 
-def rounded_tiles(x: Tensor, weight: PackedCodes, bias: Tensor | None, tuning: Tuning | BulkTuning) -> Tensor:
+def rounded(
+    x: Tensor, weight: PackedCodes, bias: Tensor | None, *, call: Callable[..., Tensor] = linear_codes, **options: Any
+) -> Tensor:
     """Scales are powers of two, so that scaled elements have no roundings of their own."""
     weight.scales.copy_(2.0 ** weight.scales.float().log2().round())
-    return linear_codes(x, weight, bias, tuning=tuning)
+    return call(x, weight, bias, **options)
 
 
-def rounded_product(x: Tensor, weight: PackedCodes, bias: Tensor | None) -> Tensor:
-    """As ``rounded_tiles``, by ``linear_integer``."""
-    weight.scales.copy_(2.0 ** weight.scales.float().log2().round())
-    return linear_integer(x, weight, bias)
-
-
-def gated(weight: IntegerWeight | Float8Weight, num_rows: int) -> float:
+def gated(weight: IntegerWeight | Float8Weight, num_rows: int, call: Callable[..., Tensor] = linear_integer) -> float:
     """The bits of the product, then SwiGLU."""
     num_out, size = weight.shape
     bias, x = torch.randn(num_out).bfloat16(), torch.randn(num_rows, size).bfloat16() / 64
     packed = pack(weight)
-    expected = swiglu_triton(linear_integer(x, packed, bias))
-    return float(not torch.equal(linear_integer(x, packed, bias, gated=True), expected))
-
-
-def gated_tiles(weight: IntegerWeight, num_rows: int, tuning: BulkTuning) -> float:
-    """The bits of the product in tiles of the same columns, then SwiGLU."""
-    num_out, size = weight.shape
-    bias, x = torch.randn(num_out).bfloat16(), torch.randn(num_rows, size).bfloat16() / 64
-    packed, call = pack(weight), partial(linear_codes, tuning=tuning)
     with patch.object(torch.Tensor, "new_empty", _filled):
-        found = call(x, packed, bias, gated=True)
-        return float(not torch.equal(found, swiglu_triton(call(x, packed, bias))))
+        expected = swiglu_triton(call(x, packed, bias))
+        return float(not torch.equal(call(x, packed, bias, gated=True), expected))
 
 
 def scaled_rows(num_out: int, size: int, num_rows: int) -> float:
@@ -263,7 +250,7 @@ def cases() -> dict[str, Callable[[], float]]:
         integer_weight(35, 192, 4, 64, torch.float16, zeros=True),
         70,
         torch.float16,
-        rounded_tiles,
+        rounded,
         True,
         tuning=of_elements,
     )
@@ -271,9 +258,11 @@ def cases() -> dict[str, Callable[[], float]]:
     for name, bulk in BULK.items():
         for (form, (bits, group)), dtype in product_of(wholes.items(), ("bf16", "fp16")):
             found[f"{name} {form} {dtype}"] = lambda b=bits, g=group, t=bulk, d=DTYPES[dtype]: product(
-                integer_weight(83, 512, b, g, d, zeros=b == 4), 35, d, rounded_tiles, True, tuning=t
+                integer_weight(83, 512, b, g, d, zeros=b == 4), 35, d, rounded, True, tuning=t
             )
-        found[f"gated {name}"] = lambda t=bulk: gated_tiles(integer_weight(166, 512, 4, 128, torch.bfloat16), 35, t)
+        found[f"gated {name}"] = lambda t=bulk: gated(
+            integer_weight(166, 512, 4, 128, torch.bfloat16), 35, partial(linear_codes, tuning=t)
+        )
     found["copied rows"] = lambda: copied_rows(83, 35, True)
     found["copied rows without a bias"] = lambda: copied_rows(128, 3, False)
     for form, bits in (("int4/128", 4), ("int8 channel whole", 8)):
