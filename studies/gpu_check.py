@@ -102,13 +102,9 @@ def weights_many(machine: Machine) -> Iterator[Figure]:
     for weights, target in targets.items():
         (step,) = steps(machine, "qwen3-8b", "int4", [256], 2048, memory="75GiB", weights=weights)
         plain = plain or step.tokens_a_second
-        yield Figure(
-            f"{weights or 'bf16'} weights, batch {step.batch}",
-            step.tokens_a_second / plain,
-            "times",
-            target,
-            most=False,
-        )
+        name = f"{weights or 'bf16'} weights, batch {step.batch}"
+        yield Figure(name, 1e3 * step.seconds, "ms")
+        yield Figure(name, step.tokens_a_second / plain, "times", target, most=False)
 
 
 def tiles(machine: Machine) -> Iterator[Figure]:

@@ -103,8 +103,8 @@ def error(found: Tensor, x: Tensor, weight: IntegerWeight | Float8Weight, bias: 
 def rounded(
     x: Tensor, weight: PackedCodes, bias: Tensor | None, *, call: Callable[..., Tensor] = linear_codes, **options: Any
 ) -> Tensor:
-    """Scales are powers of two, so that scaled elements have no roundings of their own."""
-    weight.scales.copy_(2.0 ** weight.scales.float().log2().round())
+    """Scales are powers of two, so that scaled elements have no roundings of their own; float16 holds the sums."""
+    weight.scales.copy_(2.0 ** (weight.scales.float().log2().round() - 4))
     return call(x, weight, bias, **options)
 
 
