@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..swiglu import swiglu
 from . import codes_reference, cpu, steady
-from .codes import Float8Weight, IntegerWeight
+from .codes import Float4Weight, Float8Weight, IntegerWeight
 from .cpu import PackedWeight
 from .packed import PackedCodes, pack, unpack
 from .padding import padded_rows
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .float8_rows import Float8Rows
 
 # What a linear layer may hold.
-Weight = Tensor | PackedWeight | IntegerWeight | Float8Weight | PackedCodes | SteadyWeight
+Weight = Tensor | PackedWeight | IntegerWeight | Float8Weight | Float4Weight | PackedCodes | SteadyWeight
 
 
 def pack_weight(weight: Weight) -> Weight:
@@ -133,6 +133,7 @@ def weight_nbytes(weight: Weight) -> int:
 
 
 __all__ = [
+    "Float4Weight",
     "Float8Weight",
     "IntegerWeight",
     "PackedCodes",

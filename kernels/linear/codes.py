@@ -13,6 +13,9 @@ from torch import Tensor
 
 ZERO_4_BIT = 8  # the code that means zero where a 4-bit weight is symmetric
 BLOCK = 128  # rows and columns of a block with one scale, in 8-bit floats
+FLOAT4_GROUP = 32  # columns of a row with one scale, in 4-bit floats
+FLOAT4_BIAS = 127  # of the exponents that are the scales of 4-bit floats
+FLOAT4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of codes 0 to 7; the fourth bit is the sign
 
 
 class IntegerWeight(NamedTuple):
@@ -66,3 +69,21 @@ class Float8Weight(NamedTuple):
     def is_blockwise(self) -> bool:
         """Whether scales are those of blocks."""
         return self.scales.shape != (self.codes.shape[0], 1)
+
+
+class Float4Weight(NamedTuple):
+    """A weight [O, I] of 4-bit floats (e2m1), with a power of two for 32 columns of a row (e8m0): MXFP4.
+
+    ``codes`` uint8 [O, I / 2], column 2 j in the low half of byte j: ``FLOAT4_VALUES``, from 8 on those negated.
+    ``scales`` uint8 [O, I / 32] are exponents plus ``FLOAT4_BIAS``; 255, which stands for no number, does not occur.
+    Source: OCP Microscaling Formats (MX) Specification 1.0.
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the weight, ``(O, I)``."""
+        rows, stored = self.codes.shape
+        return rows, 2 * stored

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from . import cpu, reference
-from .experts import Experts, Routing, SoftmaxOver, SwiGLU
+from .experts import CodedExperts, Experts, Routing, SoftmaxOver, SwiGLU
 
 
 def route(logits: Tensor, top_k: int, over: SoftmaxOver) -> Routing:
@@ -41,4 +41,4 @@ def experts_mlp(x: Tensor, routing: Routing, experts: Experts) -> Tensor:
     return cpu.experts_mlp(x, routing, experts)
 
 
-__all__ = ["Experts", "Routing", "SoftmaxOver", "SwiGLU", "experts_mlp", "route"]
+__all__ = ["CodedExperts", "Experts", "Routing", "SoftmaxOver", "SwiGLU", "experts_mlp", "route"]

@@ -15,15 +15,16 @@ def experts_mlp(x: Tensor, routing: Routing, experts: Experts) -> Tensor:
     The bits of a row may depend on how many tokens its experts have, as those of torch's products do.
     """
     (num_rows, size), top_k = x.shape, routing.experts.shape[1]
+    gate_up, down = experts.plain(x.dtype)
     order = routing.experts.flatten().argsort(stable=True)
-    counts = torch.bincount(routing.experts.flatten(), minlength=len(experts.down)).tolist()
+    counts = torch.bincount(routing.experts.flatten(), minlength=experts.num_experts).tolist()
     sorted_x = x[order // top_k]
     parts, first = [], 0
     for expert, count in enumerate(counts):
         if count:
-            part = F.linear(sorted_x[first : first + count], experts.gate_up[expert], _of(experts.gate_up_bias, expert))
+            part = F.linear(sorted_x[first : first + count], gate_up[expert], _of(experts.gate_up_bias, expert))
             inner = activate(part, experts.activation)
-            parts.append(F.linear(inner, experts.down[expert], _of(experts.down_bias, expert)))
+            parts.append(F.linear(inner, down[expert], _of(experts.down_bias, expert)))
             first += count
     if not parts:
         return x.new_empty(num_rows, size)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from ..linear import Float4Weight, Float8Weight, IntegerWeight, PackedCodes, dequantize, pack_weight
 
 
 class SoftmaxOver(Enum):
@@ -36,14 +39,47 @@ class SwiGLU(NamedTuple):
     shift: float = 0.0
 
 
+class CodedExperts(NamedTuple):
+    """Quantized matrices [X, O, I] of ``num_experts``: one weight [X O, I] of all their rows."""
+
+    weight: IntegerWeight | Float8Weight | Float4Weight | PackedCodes
+    num_experts: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Experts, and rows and columns of each, ``(X, O, I)``."""
+        rows, columns = self.weight.shape
+        return self.num_experts, rows // self.num_experts, columns
+
+    def pack(self) -> CodedExperts:
+        """In the layout that kernels read."""
+        packed = pack_weight(self.weight)
+        assert isinstance(packed, PackedCodes | IntegerWeight | Float8Weight | Float4Weight)
+        return self._replace(weight=packed)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The plain matrices."""
+        return dequantize(self.weight, dtype).view(self.shape)
+
+
 class Experts(NamedTuple):
     """The weights of a layer's experts, stacked; a tensor-parallel rank has some of the inner features.
 
     Shapes:  gate_up [X, 2 I, E], gate's rows then up's;  down [X, E, I];  gate_up_bias [X, 2 I];  down_bias [X, E]
     """
 
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | CodedExperts
+    down: Tensor | CodedExperts
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None  # of one rank alone: ranks' results are summed
     activation: SwiGLU = SwiGLU()
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of the layer, X."""
+        return self.down.shape[0]
+
+    def plain(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """``gate_up`` and ``down`` as plain matrices; those that are stay as they are."""
+        gate_up, down = (each if isinstance(each, Tensor) else each.dequantize(dtype) for each in self[:2])
+        return gate_up, down

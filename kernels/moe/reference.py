@@ -27,14 +27,14 @@ def activate(gate_up: Tensor, activation: SwiGLU) -> Tensor:
 
 def experts_mlp(x: Tensor, routing: Routing, experts: Experts) -> Tensor:
     """Same contract as ``qkv_engine.kernels.moe.experts_mlp``."""
-    top_k = routing.experts.shape[1]
+    top_k, (gate_up, down) = routing.experts.shape[1], experts.plain(torch.float32)
     chosen = routing.experts.flatten()
     outputs = x.new_empty(len(chosen), x.shape[1])
     for expert in chosen.unique().tolist():
         (rows,) = torch.where(chosen == expert)
-        inner = _product(x[rows // top_k], experts.gate_up, experts.gate_up_bias, expert)
+        inner = _product(x[rows // top_k], gate_up, experts.gate_up_bias, expert)
         inner = activate(inner, experts.activation)
-        outputs[rows] = _product(inner, experts.down, experts.down_bias, expert)
+        outputs[rows] = _product(inner, down, experts.down_bias, expert)
     weighted = outputs.view(-1, top_k, x.shape[1]).double() * routing.weights[:, :, None]
     return weighted.sum(1).to(x.dtype)
 
