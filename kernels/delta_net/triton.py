@@ -21,7 +21,7 @@ from .state import DeltaWeights, StateSpec
 from .step_kernels import conv_step_kernel, delta_step_kernel, gated_norm_kernel
 
 CONV_TILE = 256  # channels of a program
-CONV_CHANNELS, CONV_ROWS = 1024, 8  # of chunks: 8 channels of 8 rows a thread under way
+CONV_CHANNELS, CONV_ROWS = 512, 8  # of chunks: 4 channels of 8 rows a thread under way
 STEP_COLUMNS, SOLVE_COLUMNS = 32, 64  # of a head's values
 SOLVE_REGISTERS = 168  # a thread: three programs then fit a multiprocessor of Hopper, which is worth some spills
 # By the bytes of an element. In 16 bits never fewer: on an H200 products of 128 rows and 32 columns gave wrong sums
@@ -150,7 +150,7 @@ def conv_state_variant(spec: StateSpec) -> tuple[dict[str, Any], int]:
 
 def delta_step_variant(spec: StateSpec) -> tuple[dict[str, Any], int]:
     """Compile-time arguments and warps of ``delta_step_kernel``."""
-    return {**_heads(spec), **_blocks(spec, STEP_COLUMNS), "FORMATS": _formats(spec)}, 4
+    return {**_heads(spec), **_blocks(spec, STEP_COLUMNS), "FORMATS": _formats(spec)}, 2
 
 
 def chunk_solve_variant(spec: StateSpec, dtype: torch.dtype) -> tuple[dict[str, Any], int]:

@@ -32,7 +32,7 @@ def test_kernels_fit_in_registers_and_shared_memory(capability: int, narrow: boo
             LARGE_SHARED_NBYTES if capability == 90 else 96 << 10
         ), name
         if "step" in name:
-            assert found["registers"] <= 128, name
+            assert found["registers"] * tuning.num_warps <= 512, f"{name}: a multiprocessor holds fewer than four"
         names.add(name)
     assert len(names) == number
 
