@@ -7,6 +7,7 @@ bell.
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import threading
@@ -176,10 +177,12 @@ class EngineLoop:
             self._bell.put(None)
 
     def _run(self) -> None:
+        is_closed = False
         try:
             with nullcontext() if self._threads is None else self._threads.in_force():
                 self._serve()
-            self._dead, error = _closed(), EngineDeadError("the engine was closed while the request ran")
+            is_closed, self._dead = True, _closed()
+            error = EngineDeadError("the engine was closed while the request ran")
         except BaseException as cause:
             if not self._closing:
                 logger.critical("the engine stopped", exc_info=cause)
@@ -191,9 +194,10 @@ class EngineLoop:
             _keep_for_ever(self)
         else:
             _forget_frames(error)
-            if self._closing:
+            if is_closed:
                 self._core.save_all(SAVE_SECONDS)
             self._core.free()
+            gc.collect()  # a step that was not launched and its error's frames, which hold the model, hold each other
 
     def _serve(self) -> None:
         """Runs steps and commands until the engine is closed, and recovers from their errors."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import random
 import signal
@@ -212,6 +213,36 @@ def test_an_engine_that_stopped_holds_no_memory(monkeypatch: pytest.MonkeyPatch)
     engine._loop._thread.join()
     gc.collect()
     assert [x() for x in held] == [None, None]
+    engine.close()
+
+
+def test_no_step_that_was_never_launched_holds_memory(caplog: pytest.LogCaptureFixture):
+    """A step under way breaks off when the next one could not be launched, as on a GPU that runs ahead."""
+    caplog.set_level(logging.CRITICAL + 1, logger="qkv_engine")  # a record would hold its error's frames
+    engine = Engine(small_demo(), kv_memory="16MiB")
+    core = engine._started.core
+    launch, backend = core.runner.backend.step, weakref.ref(core.runner.backend)
+    calls = []
+
+    def gone(*args: Any) -> Any:
+        raise EngineDeadError("gone")
+
+    def step(command: Any) -> Any:
+        calls.append(command)
+        if len(calls) == 4:
+            core.runs_ahead, core.runner.backend.wait = True, gone
+        return launch(command) if len(calls) < 5 else gone()
+
+    core.runner.backend.step = step
+    gc.disable()
+    try:
+        with pytest.raises(EngineDeadError, match="gone"):
+            engine.generate([[5]], LONG)
+        engine._loop._thread.join()
+        del core, launch
+        assert len(calls) == 5 and backend() is None
+    finally:
+        gc.enable()
     engine.close()
 
 
