@@ -197,7 +197,8 @@ class EngineLoop:
             if is_closed:
                 self._core.save_all(SAVE_SECONDS)
             self._core.free()
-            gc.collect()  # a step that was not launched and its error's frames, which hold the model, hold each other
+            if not is_closed:
+                gc.collect()  # a step that was not launched and its error's frames hold each other, and the model
 
     def _serve(self) -> None:
         """Runs steps and commands until the engine is closed, and recovers from their errors."""
