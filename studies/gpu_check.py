@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -147,6 +148,15 @@ def moe(machine: Machine) -> Iterator[Figure]:
     yield from over_limit(machine, "qwen3-30b-a3b", "int4", 2048, targets, memory="100GiB")
 
 
+def moe_weights(machine: Machine) -> Iterator[Figure]:
+    """Steps of models of experts whose matrices are codes, against the time of their bytes and products."""
+    for shape, weights in product(("qwen3-30b-a3b", "gpt-oss-20b"), ("int4", "fp8")):
+        for step in steps(machine, shape, "int4", [*SIZES, 256], 2048, memory="60GiB", weights=weights):
+            name = f"{shape}, {weights} weights, batch {step.batch}"
+            yield Figure(name, 1e3 * step.seconds, "ms")
+            yield Figure(name, step.seconds / step.limit, "times the limit")
+
+
 def windows(machine: Machine) -> Iterator[Figure]:
     """Steps of models some of whose layers see a window."""
     for shape in ("gemma-3-12b", "gpt-oss-20b"):
@@ -249,6 +259,7 @@ PARTS: Mapping[str, Part] = {
     "tiles": tiles,
     "weights-prompts": weights_prompts,
     "moe": moe,
+    "moe-weights": moe_weights,
     "windows": windows,
     "windows-kernel": windows_kernel,
     "hybrid-steps": hybrid_steps,
