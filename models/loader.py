@@ -30,12 +30,16 @@ from .progress import progress
 from .random_weights import fill_randomly
 from .ranks import ALONE, Ranks
 from .registry import build_model, config_from_hf
+from .rows import fill_rows, full_name, rows_nbytes
 from .shapes import SHAPES
+from .weights.experts import is_plain_stack
+from .weights.format import format_nbytes
 from .weights.loading import (
     UNUSED,
     check_quantized,
     load_quantized,
     quantized_layers,
+    quantized_matrices,
     quantized_nbytes,
     zero_biases,
 )
@@ -206,19 +210,21 @@ def load_nbytes(config: ModelConfig, dtype: torch.dtype, device: torch.device, n
     """The most bytes of a rank's ``device`` in use while the weights are loaded.
 
     On the CPU a packed copy of the output embedding, the largest matrix, comes on top: during packing, and for life
-    where the input embedding shares the matrix.
+    where the input embedding shares the matrix. Where codes are kept, experts that a plain checkpoint has in one tensor
+    are plain before they are quantized, a layer's matrix at a time.
     """
     packed = config.vocab_size * config.hidden_size * dtype.itemsize if device.type == "cpu" else 0
-    return weights_nbytes(config, dtype, num_ranks, device) + packed
+    net = build_model(kept_config(config, device), Ranks(0, num_ranks))
+    stacks = (math.prod(each.shape) for _, layer, each in quantized_matrices(net) if is_plain_stack(layer, each))
+    return weights_nbytes(config, dtype, num_ranks, device) + packed + max(stacks, default=0) * dtype.itemsize
 
 
 def expected_tensors(net: nn.Module, config: ModelConfig) -> dict[str, list[CheckpointRows]]:
     """Checkpoint names of an unpacked model with the targets of each. A tied output embedding has no tensor."""
     wanted: dict[str, list[CheckpointRows]] = {}
     for path, module in layers_with_weights(net, config):
-        parent = path.rpartition(".")[0]
         for part in module.checkpoint_rows():
-            wanted.setdefault(f"{parent}.{part.name}" if parent else part.name, []).append(part)
+            wanted.setdefault(full_name(path, part.name), []).append(part)
     return wanted
 
 
@@ -273,7 +279,8 @@ def _materialize(net: nn.Module, dtype: torch.dtype, device: torch.device, unpac
 
     Those whose weights are not plain have none unless they are to be unpacked.
     """
-    later = set() if unpack else {layer.weight for _, layer in quantized_layers(net)}
+    coded = [] if unpack else list(quantized_matrices(net))
+    later = {getattr(layer, matrix.attribute) for _, layer, matrix in coded}
     made: dict[Tensor, nn.Parameter] = {}
     try:
         for module in net.modules():
@@ -288,9 +295,10 @@ def _materialize(net: nn.Module, dtype: torch.dtype, device: torch.device, unpac
                 setattr(module, name, made[parameter])
     # torch reports a failed allocation as OutOfMemoryError on a GPU and as RuntimeError on the CPU.
     except RuntimeError as error:
-        gib = sum(parameter.numel() for parameter in net.parameters()) * dtype.itemsize / 2**30
+        nbytes = sum(each.numel() for each in net.parameters() if each not in later) * dtype.itemsize
+        nbytes += sum(format_nbytes(layer.format, *matrix.shape, dtype) for _, layer, matrix in coded)
         raise CapacityError(
-            f"the weights need {gib:.1f} GiB in {dtype}, more than {device} has free",
+            f"the weights need {nbytes / 2**30:.1f} GiB in {dtype}, more than {device} has free",
             remedy="Try dtype bfloat16" if dtype == torch.float32 else "Use a smaller model",
         ) from error
 
@@ -332,9 +340,9 @@ def _load_checkpoint(
         _check_tensors(checkpoint, net, config)
         _materialize(net, dtype, device, unpack)
         targets = [(name, part) for name, parts in expected_tensors(net, config).items() for part in parts]
-        with progress(quantized_nbytes(checkpoint, net) + _filled_nbytes(checkpoint, targets)) as advance:
+        with progress(quantized_nbytes(checkpoint, net) + rows_nbytes(checkpoint, targets)) as advance:
             load_quantized(checkpoint, net, dtype, device, unpack=unpack, advance=advance, stopped=stopped)
-            _fill(checkpoint, targets, advance, stopped)
+            fill_rows(checkpoint, targets, advance, stopped)
         if config.tie_word_embeddings and "lm_head.weight" in checkpoint.tensors:
             _check_tied(checkpoint, net.get_parameter("model.embed_tokens.weight"), stopped)
     for module in net.modules():
@@ -367,24 +375,6 @@ def _check_tensors(checkpoint: Checkpoint, net: LlamaForCausalLM, config: ModelC
             raise ModelError(f"{where} is {stored.dtype}", remedy=f"Supported: {', '.join(TENSOR_DTYPES)}")
         if stored.shape != shape:
             raise ModelError(f"{where} has shape {list(stored.shape)}; config.json calls for {list(shape)}")
-
-
-def _filled_nbytes(checkpoint: Checkpoint, targets: list[tuple[str, CheckpointRows]]) -> int:
-    stored = checkpoint.tensors
-    return sum(stored[name].nbytes * part.num_rows // stored[name].num_rows for name, part in targets)
-
-
-def _fill(
-    checkpoint: Checkpoint,
-    targets: list[tuple[str, CheckpointRows]],
-    advance: Callable[[int], None],
-    stopped: Callable[[], bool],
-) -> None:
-    for name, part in targets:
-        for start, end, piece in checkpoint.pieces(name, part.first_row, part.num_rows):
-            _go_on_unless(stopped)
-            part.fill(start, end, piece)
-            advance(piece.nbytes)
 
 
 def _check_tied(checkpoint: Checkpoint, table: Tensor, stopped: Callable[[], bool]) -> None:
