@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +19,7 @@ from qkv_engine.models.loader import weights_nbytes
 from qkv_engine.models.weights.mxfp4 import Mxfp4
 
 from ..conftest import CPU
+from .peaks import load_peak
 from .ranks import check_two_ranks, logits_on_ranks
 from .sizes import held_nbytes
 
@@ -186,20 +185,7 @@ def test_greedy_tokens_are_those_of_the_unpacked_experts(source, tmp_path):
 
 @pytest.mark.parametrize("is_unpacked", [True, False])
 def test_memory_stays_below_the_model_and_a_layers_experts(is_unpacked, make_reference, tmp_path):
-    """Peak of a load in a process of its own: the model as it is kept, the experts of one layer, a buffer."""
-    code = """
-import re, sys, torch
-from pathlib import Path
-from qkv_engine.models import loader
-loader.is_unpacked = lambda device: sys.argv[2] == "True"
-found = loader.find_model(sys.argv[1])
-status = Path("/proc/self/status")  # rusage has the peak of the process that started this one, too
-peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", status.read_text())[1]) / 1024
-before = peak()
-loader.load_weights(found, dtype=torch.bfloat16, device=torch.device("cpu"))
-kept = loader.weights_nbytes(found.config, torch.bfloat16, device=torch.device("cpu"))
-print(peak() - before, kept / 2**20)
-"""
+    """Peak of a load: the model as it is kept, the experts of one layer, a buffer."""
     shape = SHAPE | {"hidden_size": 512, "intermediate_size": 512, "num_local_experts": 16, "num_hidden_layers": 4}
     reference = make_reference("GptOss", **shape).to(torch.bfloat16)
     stored = {}
@@ -214,9 +200,6 @@ print(peak() - before, kept / 2**20)
     config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": CONFIG}
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(stored, tmp_path / "model.safetensors")
-    run = subprocess.run(
-        [sys.executable, "-c", code, tmp_path, str(is_unpacked)], capture_output=True, text=True, check=True
-    )
-    peak, model = map(float, run.stdout.split())
+    peak, model = load_peak(tmp_path, is_unpacked=is_unpacked)
     experts = 16 * 3 * 512 * 512 * 2 / 2**20
     assert (model > 4 * experts) is is_unpacked and peak < model + experts + 32

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 GROUP = 32
-_MATRIX = re.compile(r"(_proj|\.w[123])\.weight$")  # of linear layers and experts
+_MATRIX = re.compile(r"(_proj|_linear|\.w[123])\.weight$")  # of linear layers and experts
 
 
 class Form(NamedTuple):
