@@ -161,6 +161,8 @@ def load_weights(
         if pack and isinstance(module, Layer):
             _go_on_unless(stopped)
             module.pack(pack_steadily if is_steady else pack_weight)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # of what weights were made from: the memory that is free then is KV's
     return LoadedModel(net.eval(), source.config, source.folder, source.name)
 
 
