@@ -32,7 +32,7 @@ from .ranks import ALONE, Ranks
 from .registry import build_model, config_from_hf
 from .rows import fill_rows, full_name, rows_nbytes
 from .shapes import SHAPES
-from .weights.experts import is_plain_stack
+from .weights.experts import check_routers, is_plain_stack
 from .weights.format import format_nbytes
 from .weights.loading import (
     UNUSED,
@@ -326,9 +326,9 @@ def _load_checkpoint(
     unpack: bool,
 ) -> nn.Module:
     with Checkpoint(folder) as checkpoint:
-        # No supported dtype takes less than a byte an element: the config cannot belong to these files.
-        least = 1 if config.weights == UNQUANTIZED else 2  # elements of a byte
-        if num_parameters(config) > least * checkpoint.nbytes:
+        # No plain dtype takes less than a byte an element, no code less than half: these are not the config's files.
+        most = 1 if config.weights == UNQUANTIZED else 2  # elements of a byte
+        if num_parameters(config) > most * checkpoint.nbytes:
             raise ModelError(
                 f"config.json describes {num_parameters(config):,} parameters, "
                 f"but {', '.join(checkpoint.file_names[:3])} hold {checkpoint.nbytes:,} bytes in all"
@@ -355,6 +355,7 @@ def _load_checkpoint(
 
 def _check_tensors(checkpoint: Checkpoint, net: LlamaForCausalLM, config: ModelConfig) -> None:
     """Raises ``ModelError`` unless names, shapes and dtypes agree both ways; a tied output embedding may be stored."""
+    check_routers(checkpoint, net)
     files, wanted = ", ".join(checkpoint.file_names[:3]), expected_tensors(net, config)
     missing = wanted.keys() - checkpoint.tensors.keys()
     if missing:

@@ -21,13 +21,11 @@ from .scheme import REMEDY, Scheme
 
 
 def check_experts(path: str, moe: MoE, scheme: Scheme) -> None:
-    """Raises ``ModelError`` for a router that is not plain, and for experts in a format that they are not read in."""
-    router, why = full_name(path, moe.router_name), None
-    if scheme.format_of(router) is not PLAIN:
-        raise _error(f"{router}, which chooses experts, is quantized", scheme)
+    """Raises ``ModelError`` for experts in a format that they are not read in."""
     if moe.format is PLAIN or moe.format.is_streamed:
         return
     for matrix in moe.matrices():
+        why = None
         if matrix.is_stacked is not moe.format.is_stacked:
             why = "whose matrices are one tensor" if matrix.is_stacked else "with tensors of their own"
         with torch.device("meta"):
@@ -36,7 +34,21 @@ def check_experts(path: str, moe: MoE, scheme: Scheme) -> None:
             why = "with an order of columns"
         if why is not None:
             name = full_name(path, matrix.projections[0].name)
-            raise _error(f"{name}: experts {why} are not supported in {moe.format.name}", scheme)
+            message = f"{name}: experts {why} are not supported in {moe.format.name}"
+            raise ModelError(message, field="quantization_config", value=scheme.name, remedy=REMEDY)
+
+
+def check_routers(checkpoint: Checkpoint, net: nn.Module) -> None:
+    """Raises ``ModelError`` for a router that is quantized. Tools leave routers plain, and many do not say so."""
+    for path, moe in net.named_modules():
+        if not isinstance(moe, MoE):
+            continue
+        router = full_name(path, moe.router_name)
+        found = [checkpoint.tensors.get(f"{router}.{each.suffix}") for each in (*PLAIN.tensors, *moe.format.tensors)]
+        stored = next((each for each in found if each is not None), None)
+        if stored is not None and (found[0] is None or stored.dtype not in FLOATS):
+            message = f"{stored.file_name}: {router}, which chooses experts, is quantized"
+            raise ModelError(message, remedy=REMEDY)
 
 
 def is_plain_stack(layer: QuantizableLayer, matrix: Matrix) -> bool:
@@ -78,7 +90,3 @@ def load_stacked(
 def _rows(path: str, layer: QuantizableLayer, matrix: Matrix) -> Iterator[tuple[str, CheckpointRows]]:
     assert isinstance(layer, MoE)
     return ((full_name(path, part.name), part) for part in layer.plain_rows(matrix))
-
-
-def _error(message: str, scheme: Scheme) -> ModelError:
-    return ModelError(message, field="quantization_config", value=scheme.name, remedy=REMEDY)

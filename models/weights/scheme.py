@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from qkv_engine.errors import ModelError
 
@@ -20,8 +20,7 @@ from .on_load import OnLoad
 from .plain import PLAIN
 
 _GROUPS = (16, 32, 64, 128, 256)
-# What chooses among experts, and scales a shared one, where tools leave it plain and no file says so.
-_ROUTERS = ("gate", "router", "shared_expert_gate")
+_GATES = ("shared_expert_gate",)  # a single row, which tools leave plain and do not list
 REMEDY = "Use the original float32, bfloat16 or float16 checkpoint, or one in a format of docs/weights.md"
 
 
@@ -52,7 +51,7 @@ UNQUANTIZED = Scheme()
 def on_load_scheme(kind: str) -> Scheme:
     """All linear layers and experts quantized while they are read, the output embedding at no fewer than 8 bits."""
     head = OnLoad("int8" if kind == "int4" else kind)
-    return Scheme(kind, (Rule(("lm_head",), head), Rule(("Linear",), OnLoad(kind))), _ROUTERS)
+    return Scheme(kind, (Rule(("lm_head",), head), Rule(("Linear",), OnLoad(kind))), _GATES)
 
 
 def read_scheme(fields: Fields) -> Scheme:
@@ -192,14 +191,13 @@ def _awq(fields: Fields) -> Scheme:
         raise _refuse(fields, "zero_point", "true")
     group = _group(fields.given(group_size=fields.get("q_group_size")), required=True)
     assert group is not None
-    return _linear("awq", Awq(group), _names(fields, "modules_to_not_convert"))
+    return _linear("awq", Awq(group), (*_GATES, *_names(fields, "modules_to_not_convert")))
 
 
 def _gptq(fields: Fields) -> Scheme:
     if fields.boolean("lm_head", False):
         raise _refuse(fields, "lm_head", "false")
-    if fields.get("dynamic"):
-        raise _refuse(fields, "dynamic", "none")
+    left = _left_out(fields, "dynamic", lambda key, value: f"re:{key[2:]}" if key.startswith("-:") else None)
     bits, symmetric = _bits(fields, "bits", 4, 8), fields.boolean("sym", True)
     if bits == 8 and not symmetric:
         raise _refuse(fields, "sym", "true of 8 bits")
@@ -207,16 +205,27 @@ def _gptq(fields: Fields) -> Scheme:
     stored_less = fields.choice("checkpoint_format", kinds, "gptq", "is not supported")
     act_order = fields.boolean("desc_act", False)
     found = Gptq(bits, _group(fields), symmetric, act_order and _group(fields) is not None, stored_less)
-    return _linear("gptq", found, (*_ROUTERS, *_names(fields, "modules_to_not_convert")))
+    return _linear("gptq", found, (*_GATES, *left, *_names(fields, "modules_to_not_convert")))
 
 
 def _auto_round(fields: Fields) -> Scheme:
     packing = fields.string("packing_format", "auto_round:auto_gptq")
     if packing not in ("auto_round:auto_gptq", "auto_round:gptq"):
         raise _refuse(fields, "packing_format", "auto_round:auto_gptq")
-    if fields.get("extra_config"):
-        raise _refuse(fields, "extra_config", "none")
-    return _gptq(fields)._replace(name="auto-round")
+    left = _left_out(fields, "extra_config", lambda key, value: key if value.get("bits") == 16 else None)
+    found = _gptq(fields)
+    return found._replace(name="auto-round", ignored=(*found.ignored, *left))
+
+
+def _left_out(fields: Fields, name: str, read: Callable[[str, dict[str, Any]], str | None]) -> tuple[str, ...]:
+    """The modules that options of single ones leave plain, by ``read``. Raises ``ModelError`` for other options."""
+    found = fields.get(name) or {}
+    if not isinstance(found, dict) or not all(isinstance(value, dict) for value in found.values()):
+        raise fields.error(name, "must be an object of options by module")
+    targets = {key: read(key, value) for key, value in found.items()}
+    if any(target is None and found[key] for key, target in targets.items()):
+        raise _refuse(fields, name, "modules that are left plain")
+    return _names(Fields({name: [target for target in targets.values() if target is not None]}), name)
 
 
 def _linear(name: str, found: WeightFormat, ignored: tuple[str, ...]) -> Scheme:

@@ -56,8 +56,7 @@ def extremes(weight: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor]:
 def quantize(model: transformers.PreTrainedModel, folder: Path, weights: dict[str, Any], inputs: Any) -> Any:
     """Writes ``model`` as the package does; returns it with the weights that the package unpacks again."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-    ignored = ["lm_head", "re:.*layers\\.1\\.mlp.*", "re:.*mlp\\.gate$"]
-    config = QuantizationConfig(config_groups={"group_0": group}, ignore=ignored)
+    config = QuantizationConfig(config_groups={"group_0": group}, ignore=["lm_head", "re:.*layers\\.1\\.mlp.*"])
     apply_quantization_config(model, config)
     for module in filter(is_module_quantized, model.modules()):
         args = module.quantization_scheme.weights

@@ -46,7 +46,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GraniteMoeShared": {"shared_intermediate_size": 128},
     "GptOss": {"head_dim": 32},
 }
-ROUTERS = ("gate", "shared_expert_gate", "linear_attn")  # what is left plain
+GATES = ("shared_expert_gate", "linear_attn")  # what is left plain; routers are not listed
 READ = [name for name in FORMS if name != "gptq act-order"]
 
 
@@ -75,7 +75,7 @@ def coded(net) -> list[CodedExperts]:
 
 @pytest.mark.parametrize("name", READ)
 def test_values_are_those_of_the_unpacked_experts(name, sources, tmp_path, load, logits_of, monkeypatch):
-    plain = quantize(sources("Qwen3Moe"), tmp_path / "model", FORMS[name], left=ROUTERS)
+    plain = quantize(sources("Qwen3Moe"), tmp_path / "model", FORMS[name], left=GATES)
     expected = logits_of(load(plain), IDS)
     assert torch.equal(logits_of(load(tmp_path / "model"), IDS), expected)
     monkeypatch.setattr(loader, "is_unpacked", lambda device: False)
@@ -104,7 +104,7 @@ def test_values_are_those_of_the_unpacked_experts(name, sources, tmp_path, load,
     ],
 )
 def test_greedy_tokens_are_those_of_the_unpacked_experts(family, form, sources, tmp_path, monkeypatch):
-    plain = quantize(sources(family), tmp_path / "model", FORMS[form], left=ROUTERS)
+    plain = quantize(sources(family), tmp_path / "model", FORMS[form], left=GATES)
     params, tokens = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True), []
     for folder, is_unpacked in ((plain, True), (tmp_path / "model", True), (tmp_path / "model", False)):
         monkeypatch.setattr(loader, "is_unpacked", lambda device, is_unpacked=is_unpacked: is_unpacked)
@@ -118,14 +118,14 @@ def test_greedy_tokens_are_those_of_the_unpacked_experts(family, form, sources, 
 @pytest.mark.parametrize("is_unpacked", [True, False])
 @pytest.mark.parametrize("name", ["int4 zeros", "awq", "gptq zeros", "fp8"])
 def test_ranks_have_parts_of_every_expert(name, is_unpacked, sources, tmp_path, monkeypatch):
-    quantize(sources("Qwen3Moe"), tmp_path / "model", FORMS[name], left=ROUTERS)
+    quantize(sources("Qwen3Moe"), tmp_path / "model", FORMS[name], left=GATES)
     monkeypatch.setattr(loader, "is_unpacked", lambda device: is_unpacked)
     check_two_ranks(tmp_path / "model")
 
 
 def test_parts_of_blocks_are_refused_by_name(sources, tmp_path, load, monkeypatch):
     """Two ranks would have half a block of an expert; an expert of a block and a half cannot stand beside another."""
-    form, left = FORMS["fp8 blocks"], ("gate", "self_attn")
+    form, left = FORMS["fp8 blocks"], ("self_attn",)
     quantize(sources("Qwen3Moe"), tmp_path / "model", form, left=left)
     with pytest.raises(ModelError, match=r"experts\.0\.gate_proj\.weight_scale_inv cannot be split over the ranks"):
         logits_on_ranks(tmp_path / "model", 2)
@@ -154,12 +154,10 @@ def _ignoring(name: str, *words: str) -> dict[str, Any]:
     ("family", "config", "message"),
     [
         ("Qwen3Moe", FORMS["gptq act-order"].config, r"layers\.0\.mlp\.experts\.0\.gate_proj.*order of columns"),
-        ("Qwen3Moe", FORMS["int4"].config, r"layers\.0\.mlp\.gate, which chooses experts, is quantized"),
-        ("Mixtral", FORMS["fp8"].config, r"layers\.0\.block_sparse_moe\.gate, which chooses experts"),
-        ("Qwen3Moe", _ignoring("awq", "gate", "experts.1.up_proj"), r"experts\.1\.up_proj.* different formats"),
-        ("Olmoe", _ignoring("int4", "re:.*gate$", "re:.*experts.2.*"), r"experts\.2\.gate_proj.* different formats"),
-        ("GraniteMoeShared", _ignoring("awq", "router"), r"input_linear: experts whose matrices are one tensor.*AWQ"),
-        ("GptOss", _ignoring("fp8", "router"), r"experts\.gate_up_proj: experts whose matrices are one tensor.*fp8"),
+        ("Qwen3Moe", _ignoring("awq", "experts.1.up_proj"), r"experts\.1\.up_proj.* different formats"),
+        ("Olmoe", _ignoring("int4", "re:.*experts.2.*"), r"experts\.2\.gate_proj.* different formats"),
+        ("GraniteMoeShared", FORMS["awq"].config, r"input_linear: experts whose matrices are one tensor.*AWQ"),
+        ("GptOss", FORMS["fp8"].config, r"experts\.gate_up_proj: experts whose matrices are one tensor.*fp8"),
         ("Qwen3_5Moe", {"quant_method": "mxfp4"}, r"experts with tensors of their own are not supported in MXFP4"),
     ],
 )
@@ -172,10 +170,26 @@ def test_what_is_not_read_is_refused_before_weights_are(family, config, message,
 
 
 def test_stacked_experts_of_qwen3_5_are_refused_by_name(sources, tmp_path, load):
-    quantize(sources("Qwen3_5Moe"), tmp_path / "model", FORMS["awq"], left=ROUTERS)
+    quantize(sources("Qwen3_5Moe"), tmp_path / "model", FORMS["awq"], left=GATES)
     path = tmp_path / "model" / "model.safetensors"
     save_file(load_file(path) | {"model.layers.0.mlp.experts.gate_up_proj_packed": torch.zeros(3, 2, 2)}, path)
     with pytest.raises(ModelError, match=r"layers\.0\.mlp\.experts\.gate_up_proj_packed: stacked experts.*AWQ"):
+        load(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("family", "form", "end"),
+    [("Qwen3Moe", "gptq", "qweight"), ("Qwen3Moe", "fp8", "weight"), ("Mixtral", "int4", "weight_packed")],
+)
+def test_a_quantized_router_is_refused_by_name(family, form, end, sources, tmp_path, load):
+    """Whatever its config.json lists: some tools quantize what chooses experts."""
+    quantize(sources(family), tmp_path / "model", FORMS[form], left=GATES)
+    path = tmp_path / "model" / "model.safetensors"
+    tensors, name = load_file(path), f"model.layers.1.{'mlp' if family == 'Qwen3Moe' else 'block_sparse_moe'}.gate"
+    found, _ = FORMS[form].write(tensors.pop(f"{name}.weight").repeat(8, 1))
+    assert end in found
+    save_file(tensors | {f"{name}.{key}": each.contiguous() for key, each in found.items()}, path)
+    with pytest.raises(ModelError, match=rf"{name}, which chooses experts, is quantized"):
         load(tmp_path / "model")
 
 
@@ -196,7 +210,7 @@ def test_a_missing_tensor_of_an_expert_is_named(sources, tmp_path, load):
 
 @pytest.mark.parametrize(("family", "form"), [("Qwen3Next", "int4"), ("Qwen3_5Moe", "int8 group")])
 def test_shared_experts_have_formats_like_other_layers(family, form, sources, tmp_path):
-    config, words = json.loads((sources(family) / "config.json").read_text()), (f"re:.*{word}$" for word in ROUTERS)
+    config, words = json.loads((sources(family) / "config.json").read_text()), (f"re:.*{word}$" for word in GATES)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config | {"quantization_config": _ignoring(form, *words)}))
     net = build_model(find_model(str(tmp_path)).config)
