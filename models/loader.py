@@ -215,10 +215,16 @@ def load_nbytes(config: ModelConfig, dtype: torch.dtype, device: torch.device, n
     where the input embedding shares the matrix. Where codes are kept, experts that a plain checkpoint has in one tensor
     are plain before they are quantized, a layer's matrix at a time.
     """
-    packed = config.vocab_size * config.hidden_size * dtype.itemsize if device.type == "cpu" else 0
-    net = build_model(kept_config(config, device), Ranks(0, num_ranks))
-    stacks = (math.prod(each.shape) for _, layer, each in quantized_matrices(net) if is_plain_stack(layer, each))
-    return weights_nbytes(config, dtype, num_ranks, device) + packed + max(stacks, default=0) * dtype.itemsize
+    packed = config.vocab_size * config.hidden_size if device.type == "cpu" else 0
+    stack = _largest_stack(kept_config(config, device), num_ranks)
+    return weights_nbytes(config, dtype, num_ranks, device) + (packed + stack) * dtype.itemsize
+
+
+@lru_cache(maxsize=16)
+def _largest_stack(config: ModelConfig, num_ranks: int) -> int:
+    """Elements of the largest matrix of experts that are in one plain tensor and to be quantized, 0 for none."""
+    found = quantized_matrices(build_model(config, Ranks(0, num_ranks)))
+    return max((math.prod(each.shape) for _, layer, each in found if is_plain_stack(layer, each)), default=0)
 
 
 def expected_tensors(net: nn.Module, config: ModelConfig) -> dict[str, list[CheckpointRows]]:

@@ -13,7 +13,7 @@ from qkv_engine.kernels.linear import IntegerWeight, dequantize
 from ..checkpoint import Checkpoint
 from ..layers import CheckpointRows, Matrix, QuantizableLayer
 from ..moe import MoE
-from ..rows import fill_rows, full_name
+from ..rows import Targets, full_name
 from .codes import STREAMED_ROWS, quantized
 from .format import QuantizedTensor
 from .plain import FLOATS, PLAIN
@@ -63,7 +63,7 @@ def stacked_tensors(path: str, layer: QuantizableLayer, matrix: Matrix) -> Itera
 
 
 def load_stacked(
-    checkpoint: Checkpoint,
+    fill: Callable[[Targets], None],
     path: str,
     layer: QuantizableLayer,
     matrix: Matrix,
@@ -71,14 +71,12 @@ def load_stacked(
     device: torch.device,
     *,
     unpack: bool,
-    advance: Callable[[int], None],
-    stopped: Callable[[], bool],
 ) -> None:
-    """Fills a plain matrix of all experts and quantizes it; with ``unpack`` it keeps the values in place."""
+    """Has ``fill`` read a plain matrix of all experts, and quantizes it; with ``unpack`` values stay in its place."""
     if not unpack:
         shape = getattr(layer, matrix.attribute).shape
         setattr(layer, matrix.attribute, nn.Parameter(torch.empty(shape, dtype=dtype, device=device), False))
-    fill_rows(checkpoint, _rows(path, layer, matrix), advance, stopped)
+    fill(_rows(path, layer, matrix))
     values = getattr(layer, matrix.attribute).view(matrix.shape)
     if not unpack:
         layer.hold(matrix.attribute, quantized(layer.format, values, dtype))

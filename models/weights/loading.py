@@ -16,7 +16,7 @@ from qkv_engine.kernels.linear import dequantize
 from ..checkpoint import Checkpoint
 from ..layers import Matrix, Projection, QuantizableLayer
 from ..ranks import Part
-from ..rows import full_name
+from ..rows import Targets, fill_rows, full_name
 from .codes import STREAMED_ROWS, put_rows
 from .experts import is_plain_stack, load_stacked, stacked_tensors
 from .format import CheckpointTensor, QuantizedTensor, split_parts
@@ -111,15 +111,17 @@ def load_quantized(
 
     ``advance`` is told how many bytes have been read.
     """
+
+    def fill(targets: Targets) -> None:
+        fill_rows(checkpoint, targets, advance, stopped)
+
     for path, layer, matrix in quantized_matrices(net):
         if is_plain_stack(layer, matrix):
-            options: Any = {"unpack": unpack, "advance": advance, "stopped": stopped}
-            load_stacked(checkpoint, path, layer, matrix, dtype, device, **options)
+            load_stacked(fill, path, layer, matrix, dtype, device, unpack=unpack)
             continue
         with torch.device(device):
-            target: Any = None if unpack else layer.format.empty(*matrix.shape, dtype)
-        if unpack:
-            target = getattr(layer, matrix.attribute).view(matrix.shape)
+            parameter = getattr(layer, matrix.attribute)
+            target: Any = parameter.view(matrix.shape) if unpack else layer.format.empty(*matrix.shape, dtype)
         for part in _pieces(matrix, layer.format.is_streamed):
             if stopped():
                 raise CancelledError

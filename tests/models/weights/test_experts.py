@@ -144,6 +144,15 @@ def test_columns_must_be_whole_groups(sources, tmp_path):
         list(quantized_tensors(build_model(find_model(str(tmp_path)).config)))
 
 
+@pytest.mark.parametrize("form", ["int4 zeros", "fp8"])
+def test_a_shared_mlp_is_quantized_beside_plain_experts(form, sources, tmp_path, load, logits_of):
+    plain = quantize(sources("GraniteMoeShared"), tmp_path / "model", FORMS[form], left=("block_sparse_moe",))
+    loaded = load(tmp_path / "model")
+    assert torch.equal(logits_of(loaded, IDS), logits_of(load(plain), IDS))
+    layer = loaded.model.model.layers[0]
+    assert layer.mlp.format is PLAIN and PLAIN not in {each.format for each in layer.shared_mlp.children()}
+
+
 def _ignoring(name: str, *words: str) -> dict[str, Any]:
     config = FORMS[name].config
     key = "ignore" if "ignore" in config else "modules_to_not_convert"
