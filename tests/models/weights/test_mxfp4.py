@@ -127,7 +127,9 @@ def test_one_line_says_that_experts_are_unpacked(source, tmp_path, load, caplog)
     ]
 
 
-def test_ranks_have_parts_of_whole_blocks(source, tmp_path):
+@pytest.mark.parametrize("is_unpacked", [True, False])
+def test_ranks_have_parts_of_whole_blocks(is_unpacked, source, tmp_path, monkeypatch):
+    monkeypatch.setattr(loader, "is_unpacked", lambda device: is_unpacked)
     write(source, tmp_path / "model")
     check_two_ranks(tmp_path / "model")
     with pytest.raises(ModelError, match=r"layers\.0\.mlp\.experts\.down_proj_blocks cannot be split over the ranks"):
@@ -173,14 +175,15 @@ def test_experts_of_other_families_are_refused(make_reference, tmp_path, load):
         load(tmp_path)
 
 
-def test_greedy_tokens_are_those_of_the_unpacked_experts(source, tmp_path):
+def test_greedy_tokens_are_those_of_the_unpacked_experts(source, tmp_path, monkeypatch):
     plain = write(source, tmp_path / "model")
     params, tokens = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True), []
-    for folder in (tmp_path / "model", plain):
+    for folder, is_unpacked in ((plain, True), (tmp_path / "model", True), (tmp_path / "model", False)):
+        monkeypatch.setattr(loader, "is_unpacked", lambda device, is_unpacked=is_unpacked: is_unpacked)
         with Engine(folder, kv="fp32", kv_memory="8MiB", device="cpu", max_model_len=128) as engine:
             outputs = engine.generate([IDS.tolist(), IDS[:3].tolist() * 10], params)
             tokens.append([each.outputs[0].token_ids for each in outputs])
-    assert tokens[0] == tokens[1]
+    assert tokens[0] == tokens[1] == tokens[2]
 
 
 @pytest.mark.parametrize("is_unpacked", [True, False])
