@@ -44,13 +44,14 @@ def count_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device 
     config = kept_config(config, device)
     model = build_model(config)
     moes = [module for module in model.modules() if isinstance(module, MoE)]
-    experts = {parameter for moe in moes for parameter in moe.expert_parameters()}
+    experts = [parameter for moe in moes for parameter in (moe.gate_up, moe.down)]
     chosen = moes[0].top_k / moes[0].num_experts if moes else 1.0
     total = sum(layer.weight_nbytes(dtype) for _, layer in layers_with_weights(model, config))
     unread = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    matrices = sum(each.numel() for each in model.parameters() if each.dim() == 2 and each not in experts)
-    expert_matrices = sum(each.numel() for each in experts if each.dim() == 3)
-    expert_nbytes = sum(each.numel() for each in experts) * dtype.itemsize
+    biases = {id(each) for moe in moes for each in (moe.gate_up_bias, moe.down_bias)}
+    matrices = sum(each.numel() for each in model.parameters() if each.dim() == 2 and id(each) not in biases)
+    expert_matrices = sum(each.numel() for each in experts)
+    expert_nbytes = sum(moe.expert_nbytes(dtype) for moe in moes)
     return Weights(
         nbytes=total,
         read_nbytes=total - unread * dtype.itemsize - expert_nbytes,

@@ -44,7 +44,7 @@ class Engine(Closable):
         token: access token of the Hub; None for ``HF_TOKEN``.
         dtype: of activations: "float32", "bfloat16", "float16"; "auto" is the checkpoint's on a GPU, else float32.
         device: "cpu", "cuda" or "cuda:N"; "auto" is the first GPU, or the CPU without one.
-        weights: "int8", "int4" or "fp8" quantizes linear layers of a plain checkpoint while they are read.
+        weights: "int8", "int4" or "fp8" quantizes linear layers and experts of a plain checkpoint while they are read.
         load_format: "auto" reads safetensors; "random" makes random weights of the model's shape.
         seed: of random weights, 0 to 2^63 - 1.
 

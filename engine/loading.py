@@ -27,7 +27,6 @@ from qkv_engine.models.loader import (
     resolve_dtype,
     weights_nbytes,
 )
-from qkv_engine.models.moe import MoeConfig
 from qkv_engine.models.ranks import ALONE, Ranks
 from qkv_engine.models.registry import build_model
 from qkv_engine.models.weights.scheme import UNQUANTIZED, on_load_scheme
@@ -200,18 +199,14 @@ def find_checked(config: EngineConfig, check: Callable[[ModelConfig], None]) -> 
 
 
 def with_weights(model: ModelConfig, weights: str | None) -> ModelConfig:
-    """The model with its linear layers quantized while they are read, ``None``: as the checkpoint has them.
+    """The model with linear layers and experts quantized while they are read, ``None``: as the checkpoint has them.
 
-    Raises ``ConfigError`` if the checkpoint is quantized itself, or the model has experts.
+    Raises ``ConfigError`` if the checkpoint is quantized itself.
     """
     if weights is None:
         return model
-    why = None
     if model.weights != UNQUANTIZED:
         why = f"the checkpoint is quantized itself ({model.weights.name})"
-    elif isinstance(model, MoeConfig):
-        why = "experts are not quantized while they are read"
-    if why is not None:
         raise ConfigError(why, field="weights", value=weights, remedy="Leave weights out")
     return replace(model, weights=on_load_scheme(weights))
 

@@ -23,7 +23,7 @@ MAX_BYTES = {
     "tokenizer.json": 2**27,
     "tokenizer_config.json": 2**24,
     "chat_template.jinja": 2**20,
-    "model.safetensors.index.json": 2**24,
+    "model.safetensors.index.json": 2**26,
 }
 MAX_JSON_DEPTH = 64  # levels of arrays and objects; deeper JSON is refused, real files have about ten
 

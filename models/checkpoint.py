@@ -51,7 +51,7 @@ _ITEM_BITS = {  # of an element, by safetensors' name of its dtype
     "F4": 4,
 }
 _MAX_HEADER_BYTES = 16 * 2**20  # of one file; a longer header is refused before it is read
-_MAX_TENSORS = 100_000  # of one file, and of an index; more are refused
+_MAX_TENSORS = 500_000  # of one file, and of an index; more are refused. Experts have a few each
 _TENSOR_NAME = re.compile(r"[A-Za-z0-9_.\-]+")
 # Names in a checkpoint with a text part: those of other parts, and what comes before those of the text part.
 _OTHER_PART = re.compile(r"(model\.)?(vision|visual|audio|multi_modal|embed_vision|embed_audio)")
@@ -146,12 +146,24 @@ class Checkpoint:
             yield start, stop, torch.frombuffer(piece, dtype=dtype).view(stop - start, *stored.shape[1:][-1:])
 
     def read(self, name: str, parts: Sequence[Part]) -> Tensor:
-        """A part of a tensor of one or two dimensions, on the CPU."""
-        dtype = _READ_DTYPES[self.tensors[name].dtype]
-        found = torch.empty([part.size for part in parts], dtype=dtype, device="cpu")
-        for start, stop, piece in self.pieces(name, parts[0].first, parts[0].size):
-            columns = piece if len(parts) == 1 else piece[:, parts[1].first :][:, : parts[1].size]
-            found[start:stop].copy_(columns)
+        """A part of a tensor, on the CPU; of more than two dimensions the first one is a single element.
+
+        Dimensions between the rows and the last one are read whole.
+        """
+        stored = self.tensors[name]
+        if len(parts) > 2:
+            (_, first, _), (size, row, whole), *rest = parts
+            parts = Part(size, first * whole + row, stored.shape[0] * whole), *rest
+        (size, first, _), *rest = parts
+        between = [part.whole for part in rest[:-1]]
+        last, per_row = rest[-1:], math.prod(between)
+        rows = size * per_row
+        found = torch.empty([rows, *(part.size for part in last)], dtype=_READ_DTYPES[stored.dtype], device="cpu")
+        for start, stop, piece in self.pieces(name, first * per_row, rows):
+            found[start:stop].copy_(piece if not last else piece[:, last[0].first :][:, : last[0].size])
+        found = found.view(size, *between, *found.shape[1:])
+        for dim, part in enumerate(rest[:-1], start=1):
+            found = found.narrow(dim, part.first, part.size)
         return found
 
     def first_elements(self, name: str, count: int) -> Tensor:

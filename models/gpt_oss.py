@@ -8,17 +8,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from qkv_engine.kernels.moe import SwiGLU
+from qkv_engine.kernels.moe import CodedExperts, SwiGLU
 
 from .attention import Attention, AttentionBatch
 from .config import ModelConfig, read_full_every
 from .fields import Fields
-from .layers import CheckpointRows, empty_weight
+from .layers import CheckpointRows, Matrix, Projection, empty_weight
 from .llama import DecoderLayer, LlamaForCausalLM
-from .moe import ExpertMatrices, MoE, MoeConfig, read_moe
+from .moe import MoE, MoeConfig, read_moe
 from .ranks import ALONE, Part, Ranks
 from .rope import Rotation, with_default_rope
-from .weights.plain import PLAIN
+from .weights.codes import row_tensors
 
 _DEFAULTS = {
     "num_experts": 128,
@@ -73,36 +73,42 @@ class GptOssMoE(MoE):
     Packed matrices are not transposed.
     """
 
-    first_expert = "experts.gate_up_proj"
     router_name = "mlp.router"
 
-    def packed_experts(self) -> Iterator[ExpertMatrices]:
-        """See ``MoE.packed_experts``."""
-        if self.format is not PLAIN:
-            hidden = Part.all(self.hidden)
-            yield ExpertMatrices("mlp.experts.gate_up_proj", self.inner.times(2), hidden, self.gate_up)
-            yield ExpertMatrices("mlp.experts.down_proj", hidden, self.inner, self.down)
+    def matrices(self) -> Iterator[Matrix]:
+        """See ``MoE.matrices``."""
+        hidden, gate_up, down = Part.all(self.hidden), list[Projection](), list[Projection]()
+        for number in range(self.num_experts):
+            expert, rows = Part(1, number, self.num_experts), self.inner.times(2)
+            gate_up.append(Projection("mlp.experts.gate_up_proj", rows, hidden, number * rows.size, expert))
+            down.append(Projection("mlp.experts.down_proj", hidden, self.inner, number * self.hidden, expert))
+        yield Matrix("gate_up", gate_up)
+        yield Matrix("down", down)
 
-    def expert_rows(self) -> Iterator[CheckpointRows]:
-        """See ``MoE.expert_rows``."""
+    def bias_rows(self) -> Iterator[CheckpointRows]:
+        """See ``MoE.bias_rows``."""
         assert self.gate_up_bias is not None and self.down_bias is not None
-        number, hidden, (size, first, whole) = self.num_experts, self.hidden, self.inner
-        gate_up, down = (f"mlp.experts.{name}_proj" for name in ("gate_up", "down"))
-        yield CheckpointRows(f"{gate_up}_bias", (number, 2 * whole), self.gate_up_bias, 0, number, 0, 2 * first)
-        yield CheckpointRows(f"{down}_bias", (number, hidden), self.down_bias, 0, number)
-        for expert in range(number if self.format is PLAIN else 0):
-            start, shape = 2 * expert * size, (number, hidden, 2 * whole)
-            columns = (expert * hidden, 2 * first)
-            yield CheckpointRows(gate_up, shape, self.gate_up, start, start + 2 * size, *columns, is_transposed=True)
-            start, shape = expert * hidden, (number, whole, hidden)
-            columns = (expert * whole + first, 0)
-            yield CheckpointRows(down, shape, self.down, start, start + hidden, *columns, is_transposed=True)
+        number, (_, first, whole) = self.num_experts, self.inner
+        gate_up, down = (f"mlp.experts.{name}_proj_bias" for name in ("gate_up", "down"))
+        yield CheckpointRows(gate_up, (number, 2 * whole), self.gate_up_bias, 0, number, 0, 2 * first)
+        yield CheckpointRows(down, (number, self.hidden), self.down_bias, 0, number)
+
+    def plain_rows(self, matrix: Matrix) -> Iterator[CheckpointRows]:
+        """See ``MoE.plain_rows``."""
+        parameter = getattr(self, matrix.attribute)
+        for name, rows, columns, start, expert in matrix.projections:
+            assert expert is not None
+            shape, first = (expert.whole, columns.whole, rows.whole), expert.first * columns.whole + columns.first
+            stop = start + rows.size
+            yield CheckpointRows(name, shape, parameter, start, stop, first, rows.first, is_transposed=True)
 
     def convert(self) -> None:
         """Puts gate's rows before up's."""
         assert self.gate_up_bias is not None
-        for rows in (*self.gate_up, *self.gate_up_bias):
-            rows.copy_(torch.cat((rows[::2], rows[1::2])))
+        matrices = row_tensors(self.gate_up.weight) if isinstance(self.gate_up, CodedExperts) else [self.gate_up]
+        for tensor in (*matrices, self.gate_up_bias):
+            for rows in tensor.view(self.num_experts, 2 * self.inner.size, -1):
+                rows.copy_(torch.cat((rows[::2], rows[1::2])))
 
 
 class GptOssLayer(DecoderLayer):

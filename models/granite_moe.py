@@ -11,7 +11,7 @@ from .attention import AttentionBatch
 from .config import ModelConfig
 from .fields import Fields
 from .granite import GraniteConfig, GraniteLayer, read_granite_options
-from .layers import CheckpointRows
+from .layers import Matrix
 from .llama import MLP, LlamaForCausalLM
 from .moe import MoE, MoeConfig, read_moe
 from .ranks import ALONE, Ranks
@@ -42,15 +42,9 @@ class GraniteMoE(MoE):
 
     router_name = "block_sparse_moe.router.layer"
 
-    def expert_rows(self) -> Iterator[CheckpointRows]:
-        """See ``MoE.expert_rows``."""
-        size, first, whole = self.inner
-        shape = (self.num_experts, 2 * whole, self.hidden)
-        for half in range(2 * self.num_experts):
-            start, row = half * size, half * whole + first
-            yield CheckpointRows("block_sparse_moe.input_linear.weight", shape, self.gate_up, start, start + size, row)
-        shape, rows = (self.num_experts, self.hidden, whole), self.num_experts * self.hidden
-        yield CheckpointRows("block_sparse_moe.output_linear.weight", shape, self.down, 0, rows, 0, first)
+    def matrices(self) -> Iterator[Matrix]:
+        """See ``MoE.matrices``."""
+        return self.stacked_matrices("block_sparse_moe.input_linear", "block_sparse_moe.output_linear")
 
 
 class SharedMLP(MLP):

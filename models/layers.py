@@ -101,22 +101,64 @@ class CheckpointRows(NamedTuple):
 
 
 class Projection(NamedTuple):
-    """Rows ``[start, start + rows.size)`` of a linear layer's weight, a part of what a checkpoint calls ``name``."""
+    """Rows ``[start, start + rows.size)`` of a weight, a part of what a checkpoint calls ``name``."""
 
     name: str  # below the path of the module's parent
     rows: Part
     columns: Part
     start: int
+    expert: Part | None = None  # one of those whose matrices are one tensor
 
 
-class Linear(Layer):
+class Matrix(NamedTuple):
+    """A weight of a layer, made of ``projections`` in order."""
+
+    attribute: str  # of the layer
+    projections: list[Projection]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns, those of all experts in one."""
+        last = self.projections[-1]
+        return last.start + last.rows.size, last.columns.size
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the checkpoint has the matrices of all experts in one tensor."""
+        return self.projections[0].expert is not None
+
+
+class QuantizableLayer(Layer):
+    """A layer whose matrices may have another format than plain; they are parameters until ``hold``."""
+
+    format: WeightFormat = PLAIN
+
+    def matrices(self) -> Iterator[Matrix]:
+        """The weights in ``format``."""
+        raise NotImplementedError
+
+    def names(self) -> Iterator[str]:
+        """What a checkpoint calls the projections, below the path of the module's parent."""
+        return (projection.name for matrix in self.matrices() for projection in matrix.projections)
+
+    def hold(self, attribute: str, weight: Any) -> None:
+        """Replaces the matrix of that name, which is freed, by another ``Weight``."""
+        delattr(self, attribute)
+        setattr(self, attribute, weight)
+
+    def weight_nbytes(self, dtype: torch.dtype) -> int:
+        """See ``Layer.weight_nbytes``."""
+        matrices = {matrix.attribute: matrix.shape for matrix in self.matrices()}
+        others = sum(each.numel() for name, each in self.named_parameters(recurse=False) if name not in matrices)
+        return others * dtype.itemsize + sum(format_nbytes(self.format, *shape, dtype) for shape in matrices.values())
+
+
+class Linear(QuantizableLayer):
     """One matrix made of one or several checkpoint projections stacked by rows: ``x @ weight.T + bias``.
 
     ``shards`` maps each projection's name to its rows, of which the rank may hold a part: a column-parallel layer.
     With ``fused_name`` the checkpoint has them as one tensor. ``pack`` ends loading; after it the weight is opaque.
     """
-
-    format: WeightFormat = PLAIN
 
     def __init__(
         self, in_features: int | Part, shards: Mapping[str, int | Part], *, bias: bool, fused_name: str | None = None
@@ -134,7 +176,7 @@ class Linear(Layer):
         return linear(x, self.weight, self.bias)
 
     def checkpoint_rows(self) -> Iterator[CheckpointRows]:
-        for name, rows, columns, start in self.projections():
+        for name, rows, columns, start, _ in self.projections():
             stop, shape = start + rows.size, (rows.whole, columns.whole)
             if self.format is PLAIN:
                 assert isinstance(self.weight, nn.Parameter), "asked for before packing"
@@ -153,18 +195,15 @@ class Linear(Layer):
             yield Projection(name, found, self.columns, start)
             start, before = start + rows.size, before + rows.whole
 
-    def weight_nbytes(self, dtype: torch.dtype) -> int:
-        """See ``Layer.weight_nbytes``."""
-        bias = 0 if self.bias is None else self.bias.numel() * dtype.itemsize
-        rows, columns = self.weight.shape
-        return bias + format_nbytes(self.format, rows, columns, dtype)
+    def matrices(self) -> Iterator[Matrix]:
+        """See ``QuantizableLayer.matrices``."""
+        yield Matrix("weight", list(self.projections()))
 
     def pack(self, pack_weight: Callable[[Weight], Weight] = pack_weight) -> None:
         """Replaces the weight by the layout that ``pack_weight`` gives it, and frees the original."""
         packed = pack_weight(self.weight)
         if packed is not self.weight:
-            del self.weight
-            self.weight = packed
+            self.hold("weight", packed)
 
 
 class RowParallelLinear(Linear):

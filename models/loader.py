@@ -30,12 +30,16 @@ from .progress import progress
 from .random_weights import fill_randomly
 from .ranks import ALONE, Ranks
 from .registry import build_model, config_from_hf
+from .rows import fill_rows, full_name, rows_nbytes
 from .shapes import SHAPES
+from .weights.experts import check_routers, is_plain_stack
+from .weights.format import format_nbytes
 from .weights.loading import (
     UNUSED,
     check_quantized,
     load_quantized,
     quantized_layers,
+    quantized_matrices,
     quantized_nbytes,
     zero_biases,
 )
@@ -157,6 +161,8 @@ def load_weights(
         if pack and isinstance(module, Layer):
             _go_on_unless(stopped)
             module.pack(pack_steadily if is_steady else pack_weight)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # of what weights were made from: the memory that is free then is KV's
     return LoadedModel(net.eval(), source.config, source.folder, source.name)
 
 
@@ -206,19 +212,27 @@ def load_nbytes(config: ModelConfig, dtype: torch.dtype, device: torch.device, n
     """The most bytes of a rank's ``device`` in use while the weights are loaded.
 
     On the CPU a packed copy of the output embedding, the largest matrix, comes on top: during packing, and for life
-    where the input embedding shares the matrix.
+    where the input embedding shares the matrix. Where codes are kept, experts that a plain checkpoint has in one tensor
+    are plain before they are quantized, a layer's matrix at a time.
     """
-    packed = config.vocab_size * config.hidden_size * dtype.itemsize if device.type == "cpu" else 0
-    return weights_nbytes(config, dtype, num_ranks, device) + packed
+    packed = config.vocab_size * config.hidden_size if device.type == "cpu" else 0
+    stack = _largest_stack(kept_config(config, device), num_ranks)
+    return weights_nbytes(config, dtype, num_ranks, device) + (packed + stack) * dtype.itemsize
+
+
+@lru_cache(maxsize=16)
+def _largest_stack(config: ModelConfig, num_ranks: int) -> int:
+    """Elements of the largest matrix of experts that are in one plain tensor and to be quantized, 0 for none."""
+    found = quantized_matrices(build_model(config, Ranks(0, num_ranks)))
+    return max((math.prod(each.shape) for _, layer, each in found if is_plain_stack(layer, each)), default=0)
 
 
 def expected_tensors(net: nn.Module, config: ModelConfig) -> dict[str, list[CheckpointRows]]:
     """Checkpoint names of an unpacked model with the targets of each. A tied output embedding has no tensor."""
     wanted: dict[str, list[CheckpointRows]] = {}
     for path, module in layers_with_weights(net, config):
-        parent = path.rpartition(".")[0]
         for part in module.checkpoint_rows():
-            wanted.setdefault(f"{parent}.{part.name}" if parent else part.name, []).append(part)
+            wanted.setdefault(full_name(path, part.name), []).append(part)
     return wanted
 
 
@@ -273,7 +287,8 @@ def _materialize(net: nn.Module, dtype: torch.dtype, device: torch.device, unpac
 
     Those whose weights are not plain have none unless they are to be unpacked.
     """
-    later = set() if unpack else {layer.weight for _, layer in quantized_layers(net)}
+    coded = [] if unpack else list(quantized_matrices(net))
+    later = {getattr(layer, matrix.attribute) for _, layer, matrix in coded}
     made: dict[Tensor, nn.Parameter] = {}
     try:
         for module in net.modules():
@@ -288,9 +303,10 @@ def _materialize(net: nn.Module, dtype: torch.dtype, device: torch.device, unpac
                 setattr(module, name, made[parameter])
     # torch reports a failed allocation as OutOfMemoryError on a GPU and as RuntimeError on the CPU.
     except RuntimeError as error:
-        gib = sum(parameter.numel() for parameter in net.parameters()) * dtype.itemsize / 2**30
+        nbytes = sum(each.numel() for each in net.parameters() if each not in later) * dtype.itemsize
+        nbytes += sum(format_nbytes(layer.format, *matrix.shape, dtype) for _, layer, matrix in coded)
         raise CapacityError(
-            f"the weights need {gib:.1f} GiB in {dtype}, more than {device} has free",
+            f"the weights need {nbytes / 2**30:.1f} GiB in {dtype}, more than {device} has free",
             remedy="Try dtype bfloat16" if dtype == torch.float32 else "Use a smaller model",
         ) from error
 
@@ -316,9 +332,9 @@ def _load_checkpoint(
     unpack: bool,
 ) -> nn.Module:
     with Checkpoint(folder) as checkpoint:
-        # No supported dtype takes less than a byte an element: the config cannot belong to these files.
-        least = 1 if config.weights == UNQUANTIZED else 2  # elements of a byte
-        if num_parameters(config) > least * checkpoint.nbytes:
+        # No plain dtype takes less than a byte an element, no code less than half: these are not the config's files.
+        most = 1 if config.weights == UNQUANTIZED else 2  # elements of a byte
+        if num_parameters(config) > most * checkpoint.nbytes:
             raise ModelError(
                 f"config.json describes {num_parameters(config):,} parameters, "
                 f"but {', '.join(checkpoint.file_names[:3])} hold {checkpoint.nbytes:,} bytes in all"
@@ -332,9 +348,9 @@ def _load_checkpoint(
         _check_tensors(checkpoint, net, config)
         _materialize(net, dtype, device, unpack)
         targets = [(name, part) for name, parts in expected_tensors(net, config).items() for part in parts]
-        with progress(quantized_nbytes(checkpoint, net) + _filled_nbytes(checkpoint, targets)) as advance:
+        with progress(quantized_nbytes(checkpoint, net) + rows_nbytes(checkpoint, targets)) as advance:
             load_quantized(checkpoint, net, dtype, device, unpack=unpack, advance=advance, stopped=stopped)
-            _fill(checkpoint, targets, advance, stopped)
+            fill_rows(checkpoint, targets, advance, stopped)
         if config.tie_word_embeddings and "lm_head.weight" in checkpoint.tensors:
             _check_tied(checkpoint, net.get_parameter("model.embed_tokens.weight"), stopped)
     for module in net.modules():
@@ -345,6 +361,7 @@ def _load_checkpoint(
 
 def _check_tensors(checkpoint: Checkpoint, net: LlamaForCausalLM, config: ModelConfig) -> None:
     """Raises ``ModelError`` unless names, shapes and dtypes agree both ways; a tied output embedding may be stored."""
+    check_routers(checkpoint, net)
     files, wanted = ", ".join(checkpoint.file_names[:3]), expected_tensors(net, config)
     missing = wanted.keys() - checkpoint.tensors.keys()
     if missing:
@@ -367,24 +384,6 @@ def _check_tensors(checkpoint: Checkpoint, net: LlamaForCausalLM, config: ModelC
             raise ModelError(f"{where} is {stored.dtype}", remedy=f"Supported: {', '.join(TENSOR_DTYPES)}")
         if stored.shape != shape:
             raise ModelError(f"{where} has shape {list(stored.shape)}; config.json calls for {list(shape)}")
-
-
-def _filled_nbytes(checkpoint: Checkpoint, targets: list[tuple[str, CheckpointRows]]) -> int:
-    stored = checkpoint.tensors
-    return sum(stored[name].nbytes * part.num_rows // stored[name].num_rows for name, part in targets)
-
-
-def _fill(
-    checkpoint: Checkpoint,
-    targets: list[tuple[str, CheckpointRows]],
-    advance: Callable[[int], None],
-    stopped: Callable[[], bool],
-) -> None:
-    for name, part in targets:
-        for start, end, piece in checkpoint.pieces(name, part.first_row, part.num_rows):
-            _go_on_unless(stopped)
-            part.fill(start, end, piece)
-            advance(piece.nbytes)
 
 
 def _check_tied(checkpoint: Checkpoint, table: Tensor, stopped: Callable[[], bool]) -> None:

@@ -20,7 +20,7 @@ class MixtralMoE(MoE):
     """Mixtral's names: ``w1`` is the gate, ``w3`` up, ``w2`` down."""
 
     router_name = "block_sparse_moe.gate"
-    gate_name, up_name, down_name = (f"block_sparse_moe.experts.{{}}.w{number}.weight" for number in (1, 3, 2))
+    gate_name, up_name, down_name = (f"block_sparse_moe.experts.{{}}.w{number}" for number in (1, 3, 2))
 
 
 class MixtralLayer(DecoderLayer):

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
-from qkv_engine.kernels.linear import linear
-from qkv_engine.kernels.moe import Experts, SoftmaxOver, SwiGLU, experts_mlp, route
+from qkv_engine.kernels.linear import Weight, linear, pack_weight
+from qkv_engine.kernels.moe import CodedExperts, Experts, SoftmaxOver, SwiGLU, experts_mlp, route
 
 from .config import ModelConfig, read_num_layers
 from .fields import Fields
-from .layers import CheckpointRows, Layer, empty_weight
+from .layers import CheckpointRows, Matrix, Projection, QuantizableLayer, empty_weight
 from .ranks import ALONE, Part, Ranks
-from .weights.format import WeightFormat
 from .weights.plain import PLAIN
 
 PLAIN_SWIGLU = SwiGLU()
@@ -62,25 +62,15 @@ def read_softmax_over(fields: Fields) -> SoftmaxOver:
     return SoftmaxOver.CHOSEN if fields.boolean("norm_topk_prob", default=False) else SoftmaxOver.ALL
 
 
-class ExpertMatrices(NamedTuple):
-    """One matrix of each expert, in the order of its checkpoint: parts of rows and columns that fill a parameter."""
-
-    name: str  # in the checkpoint, below the path of the module's parent
-    rows: Part
-    columns: Part
-    parameter: nn.Parameter  # [X, rows, columns]
-
-
-class MoE(Layer):
+class MoE(QuantizableLayer):
     """A router and its experts. Each of ``ranks`` has its part of every expert's inner features.
 
     The names of checkpoint tensors begin below the decoder layer; those of an expert have its number in place of {}.
+    Experts that are not plain are ``CodedExperts``; the router is plain.
     """
 
-    format: WeightFormat = PLAIN  # of the experts
-    first_expert = "experts.0.gate_proj"  # below the module's path, as formats are given to names
     router_name = "mlp.gate"
-    gate_name, up_name, down_name = (f"mlp.experts.{{}}.{name}_proj.weight" for name in ("gate", "up", "down"))
+    gate_name, up_name, down_name = (f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down"))
 
     def __init__(self, config: MoeConfig, ranks: Ranks = ALONE):
         super().__init__()
@@ -89,16 +79,16 @@ class MoE(Layer):
         self.activation, self.ranks = config.expert_activation, ranks
         has_bias, inner = config.expert_bias, self.inner.size
         self.router = empty_weight(number, self.hidden)
-        self.gate_up = empty_weight(number, 2 * inner, self.hidden)
-        self.down = empty_weight(number, self.hidden, inner)
+        self.gate_up: Any = empty_weight(number, 2 * inner, self.hidden)
+        self.down: Any = empty_weight(number, self.hidden, inner)
         self.router_bias = empty_weight(number) if has_bias else None
         self.gate_up_bias = empty_weight(number, 2 * inner) if has_bias else None
         self.down_bias = empty_weight(number, self.hidden) if has_bias else None
 
-    def expert_parameters(self) -> list[nn.Parameter]:
-        """The parameters of the experts, all but the router's."""
-        parts = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
-        return [part for part in parts if part is not None]
+    def expert_nbytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the experts, all but the router's, for activations of ``dtype``."""
+        routers = (each for each in (self.router, self.router_bias) if each is not None)
+        return self.weight_nbytes(dtype) - sum(each.numel() for each in routers) * dtype.itemsize
 
     def forward(self, x: Tensor) -> Tensor:
         """x and result [N, E]."""
@@ -108,23 +98,65 @@ class MoE(Layer):
         out = experts_mlp(x, routing, experts)
         return out if self.ranks.size == 1 else self.ranks.sum(out)
 
+    def hold(self, attribute: str, weight: Any) -> None:
+        """See ``QuantizableLayer.hold``; ``weight`` has the rows of all experts."""
+        super().hold(attribute, CodedExperts(weight, self.num_experts))
+
+    def pack(self, pack_weight: Callable[[Weight], Weight] = pack_weight) -> None:
+        """See ``Layer.pack``; plain experts have no other layout."""
+        if isinstance(self.gate_up, CodedExperts):
+            self.gate_up, self.down = self.gate_up.pack(), self.down.pack()
+
+    def matrices(self) -> Iterator[Matrix]:
+        """See ``QuantizableLayer.matrices``; here each expert has tensors of its own."""
+        gate_up, down, hidden = list[Projection](), list[Projection](), Part.all(self.hidden)
+        for expert in range(self.num_experts):
+            for half, name in enumerate((self.gate_name, self.up_name)):
+                start = (2 * expert + half) * self.inner.size
+                gate_up.append(Projection(name.format(expert), self.inner, hidden, start))
+            down.append(Projection(self.down_name.format(expert), hidden, self.inner, expert * self.hidden))
+        yield Matrix("gate_up", gate_up)
+        yield Matrix("down", down)
+
+    def stacked_matrices(self, gate_up: str, down: str) -> Iterator[Matrix]:
+        """Those of a checkpoint that has all experts in two tensors, gate's rows then up's of each."""
+        (size, first, whole), hidden = self.inner, Part.all(self.hidden)
+        ups, downs = list[Projection](), list[Projection]()
+        for number in range(self.num_experts):
+            expert = Part(1, number, self.num_experts)
+            for half in range(2):
+                rows = Part(size, half * whole + first, 2 * whole)
+                ups.append(Projection(gate_up, rows, hidden, (2 * number + half) * size, expert))
+            downs.append(Projection(down, hidden, self.inner, number * self.hidden, expert))
+        yield Matrix("gate_up", ups)
+        yield Matrix("down", downs)
+
     def checkpoint_rows(self) -> Iterator[CheckpointRows]:
         shape = (self.num_experts, self.hidden)
         yield CheckpointRows(f"{self.router_name}.weight", shape, self.router, 0, self.num_experts)
         if self.router_bias is not None:
             yield CheckpointRows(f"{self.router_name}.bias", shape[:1], self.router_bias, 0, self.num_experts)
-        yield from self.expert_rows()
+        yield from self.bias_rows()
+        if self.format is PLAIN:
+            for matrix in self.matrices():
+                yield from self.plain_rows(matrix)
 
-    def packed_experts(self) -> Iterator[ExpertMatrices]:
-        """What a checkpoint has of the experts in ``format``; nothing here, where experts are plain."""
+    def bias_rows(self) -> Iterator[CheckpointRows]:
+        """Those of the experts' biases."""
         return iter(())
 
-    def expert_rows(self) -> Iterator[CheckpointRows]:
-        """Those of the experts; here each has tensors of its own."""
-        size, first, whole = self.inner
-        for expert in range(self.num_experts):
-            for half, name in enumerate((self.gate_name, self.up_name)):
-                start, shape = (2 * expert + half) * size, (whole, self.hidden)
-                yield CheckpointRows(name.format(expert), shape, self.gate_up, start, start + size, first)
-            start, shape = expert * self.hidden, (self.hidden, whole)
-            yield CheckpointRows(self.down_name.format(expert), shape, self.down, start, start + self.hidden, 0, first)
+    def plain_rows(self, matrix: Matrix) -> Iterator[CheckpointRows]:
+        """The tensors of a plain checkpoint that fill a matrix of the experts."""
+        parameter = getattr(self, matrix.attribute)
+        for projection in matrix.projections:
+            _, rows, columns, start, expert = projection
+            shape: tuple[int, ...] = (rows.whole, columns.whole)
+            first = rows.first
+            if expert is not None:
+                shape, first = (expert.whole, *shape), expert.first * rows.whole + first
+            name, stop = self.plain_name(projection), start + rows.size
+            yield CheckpointRows(name, shape, parameter, start, stop, first, columns.first)
+
+    def plain_name(self, projection: Projection) -> str:
+        """What a plain checkpoint calls the tensor of ``projection``."""
+        return f"{projection.name}.weight"

@@ -8,17 +8,19 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from qkv_engine.errors import ModelError
 from qkv_engine.kernels.sigmoid_gate import sigmoid_gate
 
 from .attention import Attention, AttentionBatch
 from .config import FULL, ModelConfig, read_biases, read_num_layers
 from .delta_net import DeltaNet, HybridConfig, PiecewiseLinear, StateBatch, read_states
 from .fields import Fields
-from .layers import CheckpointRows, Layer, Linear
+from .layers import Layer, Linear, Matrix, Projection
 from .llama import MLP, LlamaForCausalLM, make_norm
 from .moe import MoE, MoeConfig, read_moe
 from .ranks import ALONE, Part, Ranks
 from .rope import RopeConfig, Rotation
+from .weights.plain import PLAIN
 
 Config = TypeVar("Config", bound=HybridConfig)
 
@@ -148,18 +150,19 @@ class StackedMoE(SharedMoE):
 
     is_stacked = True
 
-    def expert_rows(self) -> Iterator[CheckpointRows]:
-        """See ``MoE.expert_rows``."""
-        if not self.is_stacked:
-            yield from super().expert_rows()
-            return
-        size, first, whole = self.inner
-        shape = (self.num_experts, 2 * whole, self.hidden)
-        for half in range(2 * self.num_experts):
-            start, row = half * size, half * whole + first
-            yield CheckpointRows("mlp.experts.gate_up_proj", shape, self.gate_up, start, start + size, row)
-        shape, rows = (self.num_experts, self.hidden, whole), self.num_experts * self.hidden
-        yield CheckpointRows("mlp.experts.down_proj", shape, self.down, 0, rows, 0, first)
+    def matrices(self) -> Iterator[Matrix]:
+        """See ``MoE.matrices``."""
+        if self.is_stacked and (self.format is PLAIN or self.format.is_streamed):
+            return self.stacked_matrices("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+        return super().matrices()
+
+    def names(self) -> Iterator[str]:
+        """See ``QuantizableLayer.names``; asked before it is known whether experts are stacked."""
+        return (projection.name for matrix in super().matrices() for projection in matrix.projections)
+
+    def plain_name(self, projection: Projection) -> str:
+        """See ``MoE.plain_name``."""
+        return super().plain_name(projection) if projection.expert is None else projection.name
 
 
 class HybridLayer(Layer):
@@ -209,7 +212,14 @@ class Qwen3_5MoeForCausalLM(HybridForCausalLM):
     layer_class = StackedLayer
 
     def adapt(self, names: Set[str]) -> None:
-        """See ``LlamaForCausalLM.adapt``: checkpoints have the experts stacked, or one by one."""
+        """See ``LlamaForCausalLM.adapt``: checkpoints have the experts stacked, or one by one.
+
+        Raises ``ModelError`` for stacked ones that are quantized.
+        """
+        stacked = min((name for name in names if ".mlp.experts.gate_up_proj" in name), default=None)
         for module in self.modules():
-            if isinstance(module, StackedMoE):
-                module.is_stacked = any(name.endswith(".mlp.experts.gate_up_proj") for name in names)
+            if not isinstance(module, StackedMoE):
+                continue
+            module.is_stacked = stacked is not None
+            if module.is_stacked and not any(matrix.is_stacked for matrix in module.matrices()):
+                raise ModelError(f"{stacked}: stacked experts are not supported in {module.format.name}")

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from .layers import Norm
-from .weights.loading import quantized_layers
+from .weights.codes import quantized
+from .weights.loading import quantized_matrices
 
 _STD = 0.02  # as transformers initialises weights
 _PIECE = 2**24  # elements drawn between two checks of ``stopped``: about 0.2 s of a CPU
@@ -27,11 +28,11 @@ def fill_randomly(
 ) -> None:
     """Fills the parameters with the same values on all ranks, but for those in ``split``, of which each has a part.
 
-    A parameter without memory is the matrix of a layer that is quantized on load: it is made, filled and quantized
-    before the next one. Values do not depend on which have memory.
+    A parameter without memory is a matrix that is quantized on load: it is made, filled and quantized before the next
+    one. Values do not depend on which have memory.
     """
     norms = {module.weight for module in net.modules() if isinstance(module, Norm)}
-    layers = {layer.weight: layer for _, layer in quantized_layers(net)}
+    matrices = {getattr(layer, each.attribute): (layer, each) for _, layer, each in quantized_matrices(net)}
     common, own = (torch.Generator(device).manual_seed(number) for number in (seed, seed + rank + 1))
     for parameter in list(net.parameters()):
         values = torch.empty(parameter.shape, dtype=dtype, device=device) if parameter.is_meta else parameter
@@ -43,6 +44,5 @@ def fill_randomly(
             else:
                 piece.normal_(0.0, _STD, generator=own if parameter in split else common)
         if parameter.is_meta:
-            layer = layers[parameter]
-            del layer.weight
-            layer.weight = layer.format.build({"weight": values}, dtype)
+            layer, matrix = matrices[parameter]
+            layer.hold(matrix.attribute, quantized(layer.format, values.view(matrix.shape), dtype))

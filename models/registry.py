@@ -22,7 +22,7 @@ from .gpt_oss import GptOssForCausalLM, read_gpt_oss
 from .granite import GraniteForCausalLM, read_granite
 from .granite_moe import GraniteMoeForCausalLM, read_granite_moe
 from .hunyuan import HunyuanForCausalLM, read_hunyuan
-from .layers import Linear
+from .layers import QuantizableLayer
 from .llama import LlamaForCausalLM, read_llama, read_mistral, read_phi3, read_qwen2, read_qwen3, read_seed_oss
 from .ministral import Ministral3ForCausalLM, read_ministral, read_ministral3
 from .mixtral import MixtralForCausalLM, read_mixtral
@@ -33,9 +33,9 @@ from .qwen3_5 import HybridForCausalLM, Qwen3_5MoeForCausalLM, read_qwen3_5, rea
 from .qwen3_moe import Qwen3MoeForCausalLM, read_qwen3_moe
 from .qwen3_next import Qwen3NextForCausalLM, read_qwen3_next
 from .ranks import ALONE, Ranks
+from .rows import full_name
 from .smollm import read_smollm3
-from .weights.mxfp4 import Mxfp4
-from .weights.plain import PLAIN
+from .weights.experts import check_experts
 from .weights.scheme import UNQUANTIZED, read_scheme
 
 logger = logging.getLogger("qkv_engine")
@@ -128,25 +128,18 @@ def build_model(config: ModelConfig, ranks: Ranks = ALONE) -> LlamaForCausalLM:
 
 
 def _set_formats(net: LlamaForCausalLM, config: ModelConfig) -> None:
-    """Gives each linear layer the format of its projections. Raises ``ModelError`` if they differ, and of experts."""
+    """Gives each layer the format of its projections. Raises ``ModelError`` if they differ, or are not read so."""
     for path, module in net.named_modules():
-        parent = path.rpartition(".")[0]
-        if isinstance(module, MoE):
-            _set_expert_format(path, module, config)
-        if not isinstance(module, Linear) or (path == "lm_head" and config.tie_word_embeddings):
+        if not isinstance(module, QuantizableLayer) or (path == "lm_head" and config.tie_word_embeddings):
             continue
-        names = [f"{parent}.{each.name}" if parent else each.name for each in module.projections()]
-        formats = {config.weights.format_of(name) for name in names}
-        if len(formats) > 1:
-            message = f"{', '.join(names)} are one matrix here and have different formats"
+        names = dict.fromkeys(full_name(path, name) for name in module.names())
+        found = {config.weights.format_of(name): name for name in reversed(names)}
+        if len(found) > 1:
+            message = f"{', '.join(reversed(found.values()))} are one matrix here and have different formats"
             raise ModelError(message, field="quantization_config", value=config.weights.name)
-        module.format = formats.pop()
-
-
-def _set_expert_format(path: str, moe: MoE, config: ModelConfig) -> None:
-    moe.format = config.weights.format_of(f"{path}.{moe.first_expert}")
-    if moe.format is not PLAIN and (not isinstance(moe.format, Mxfp4) or not any(moe.packed_experts())):
-        raise ModelError("quantized experts are not supported", field="quantization_config", value=path)
+        module.format = next(iter(found))
+        if isinstance(module, MoE):
+            check_experts(path, module, config.weights)
 
 
 def _text_fields(fields: Fields, wrapper: Wrapper) -> Fields:

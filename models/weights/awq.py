@@ -35,6 +35,11 @@ class Awq(NamedTuple):
         return False
 
     @property
+    def is_stacked(self) -> bool:
+        """See ``WeightFormat.is_stacked``."""
+        return False
+
+    @property
     def tensors(self) -> tuple[CheckpointTensor, ...]:
         """See ``WeightFormat.tensors``."""
         groups = Dim("columns", self.group)

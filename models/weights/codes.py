@@ -5,8 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qkv_engine.kernels.linear import Float8Weight, IntegerWeight
-from qkv_engine.kernels.linear.codes import BLOCK, ZERO_4_BIT
+from qkv_engine.kernels.linear import Float4Weight, Float8Weight, IntegerWeight, Weight
+from qkv_engine.kernels.linear.codes import BLOCK, FLOAT4_GROUP, ZERO_4_BIT
+
+from .format import WeightFormat
+
+Containers = IntegerWeight | Float8Weight | Float4Weight
+STREAMED_ROWS = 4096  # of a weight that is quantized while it is read, at a time
 
 
 def unpack_words(words: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
@@ -56,21 +61,34 @@ def empty_float8(rows: int, columns: int, *, blocks: bool) -> Float8Weight:
     return Float8Weight(torch.empty(rows, columns, dtype=torch.float8_e4m3fn), torch.empty(shape))
 
 
-def row_tensors(weight: Tensor | IntegerWeight | Float8Weight) -> list[Tensor]:
+def empty_float4(rows: int, columns: int) -> Float4Weight:
+    """A container without values."""
+    codes = torch.empty(rows, columns // 2, dtype=torch.uint8)
+    return Float4Weight(codes, torch.empty(rows, columns // FLOAT4_GROUP, dtype=torch.uint8))
+
+
+def row_tensors(weight: Weight) -> list[Tensor]:
     """The tensors of a weight that have its rows; a permutation of rows is one of each of theirs."""
+    if isinstance(weight, Float4Weight):
+        return list(weight)
     if isinstance(weight, IntegerWeight):
         return [each for each in weight[:3] if each is not None]
     if isinstance(weight, Float8Weight):
         return [weight.codes.view(torch.uint8), *([] if weight.is_blockwise else [weight.scales])]
+    assert isinstance(weight, Tensor), "asked for before packing"
     return [weight]
 
 
-def put_rows(target: IntegerWeight | Float8Weight, start: int, part: IntegerWeight | Float8Weight) -> bool:
+def put_rows(target: Weight, start: int, part: Weight) -> bool:
     """Copies ``part`` to rows of ``target`` from ``start`` on; false if they cannot stand in one container.
 
     The order of columns is one for all rows, and a block of rows belongs to one part.
     """
+    assert isinstance(target, Containers) and isinstance(part, Containers), "plain and packed weights are no containers"
     stop = start + part.shape[0]
+    if isinstance(target, Float4Weight):
+        target.codes[start:stop], target.scales[start:stop] = part.codes, part.scales
+        return True
     target.codes[start:stop].view(torch.uint8).copy_(part.codes.view(torch.uint8))
     if isinstance(target, Float8Weight):
         assert isinstance(part, Float8Weight)
@@ -88,3 +106,12 @@ def put_rows(target: IntegerWeight | Float8Weight, start: int, part: IntegerWeig
     if start == 0:
         target.order.copy_(part.order)
     return torch.equal(target.order, part.order.to(target.order.device))
+
+
+def quantized(each: WeightFormat, matrix: Tensor, dtype: torch.dtype) -> Weight:
+    """The plain ``matrix`` [O, I] in a streamed format, for activations of ``dtype``."""
+    with torch.device(matrix.device):
+        target = each.empty(len(matrix), matrix.shape[1], dtype)
+    for start in range(0, len(matrix), STREAMED_ROWS):
+        put_rows(target, start, each.build({"weight": matrix[start : start + STREAMED_ROWS]}, dtype))
+    return target

@@ -1,93 +1,90 @@
-"""Experts in packed forms, from a checkpoint: dequantized while they are loaded, one expert after another."""
+"""Experts that are not plain: which of them are not read, and those that a plain checkpoint has in stacked tensors."""
 
 from __future__ import annotations
 
-import logging
-import math
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError
+from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from qkv_engine.errors import ModelError
-from qkv_engine.kernels.linear import dequantize
-from qkv_engine.sizes import format_size
+from qkv_engine.kernels.linear import IntegerWeight, dequantize
 
 from ..checkpoint import Checkpoint
-from ..moe import ExpertMatrices, MoE
-from ..ranks import Part
-from .format import CheckpointTensor, QuantizedTensor, split_parts
-from .plain import PLAIN
-
-logger = logging.getLogger("qkv_engine")
-
-
-def packed_experts(net: nn.Module) -> Iterator[tuple[str, MoE, ExpertMatrices]]:
-    """Full names of matrices of experts that are not plain, their modules, and what they are."""
-    for path, module in net.named_modules():
-        if isinstance(module, MoE) and module.format is not PLAIN:
-            parent = path.rpartition(".")[0]
-            for each in module.packed_experts():
-                yield f"{parent}.{each.name}" if parent else each.name, module, each
+from ..layers import CheckpointRows, Matrix, QuantizableLayer
+from ..moe import MoE
+from ..rows import Targets, full_name
+from .codes import STREAMED_ROWS, quantized
+from .format import QuantizedTensor
+from .plain import FLOATS, PLAIN
+from .scheme import REMEDY, Scheme
 
 
-def expert_tensors(net: nn.Module) -> Iterator[QuantizedTensor]:
-    """What the checkpoint has of these experts. Raises ``ModelError`` for matrices that cannot be split so."""
-    for name, moe, matrices in packed_experts(net):
-        whole = Part.all(matrices.rows.whole), Part.all(matrices.columns.whole)
-        for each in moe.format.tensors:
-            full = f"{name}_{each.suffix}"
-            _check_blocks(full, each, matrices.columns.whole)
-            parts = split_parts(full, each, matrices.rows, matrices.columns)
-            shape = (moe.num_experts, *(part.whole for part in split_parts(full, each, *whole)))
-            yield QuantizedTensor(full, shape, each.dtypes, moe.num_experts * math.prod(part.size for part in parts))
+def check_experts(path: str, moe: MoE, scheme: Scheme) -> None:
+    """Raises ``ModelError`` for experts in a format that they are not read in."""
+    if moe.format is PLAIN or moe.format.is_streamed:
+        return
+    for matrix in moe.matrices():
+        why = None
+        if matrix.is_stacked is not moe.format.is_stacked:
+            why = "whose matrices are one tensor" if matrix.is_stacked else "with tensors of their own"
+        with torch.device("meta"):
+            weight = moe.format.empty(*matrix.shape, torch.float32)
+        if isinstance(weight, IntegerWeight) and weight.order is not None:
+            why = "with an order of columns"
+        if why is not None:
+            name = full_name(path, matrix.projections[0].name)
+            message = f"{name}: experts {why} are not supported in {moe.format.name}"
+            raise ModelError(message, field="quantization_config", value=scheme.name, remedy=REMEDY)
 
 
-def load_experts(
-    checkpoint: Checkpoint,
-    net: nn.Module,
+def check_routers(checkpoint: Checkpoint, net: nn.Module) -> None:
+    """Raises ``ModelError`` for a router that is quantized. Tools leave routers plain, and many do not say so."""
+    for path, moe in net.named_modules():
+        if not isinstance(moe, MoE):
+            continue
+        router = full_name(path, moe.router_name)
+        found = [checkpoint.tensors.get(f"{router}.{each.suffix}") for each in (*PLAIN.tensors, *moe.format.tensors)]
+        stored = next((each for each in found if each is not None), None)
+        if stored is not None and (found[0] is None or stored.dtype not in FLOATS):
+            message = f"{stored.file_name}: {router}, which chooses experts, is quantized"
+            raise ModelError(message, remedy=REMEDY)
+
+
+def is_plain_stack(layer: QuantizableLayer, matrix: Matrix) -> bool:
+    """Whether a matrix that is quantized while it is read is in a tensor of all experts."""
+    return matrix.is_stacked and layer.format.is_streamed
+
+
+def stacked_tensors(path: str, layer: QuantizableLayer, matrix: Matrix) -> Iterator[QuantizedTensor]:
+    """What the checkpoint has of such a matrix."""
+    for name, part in _rows(path, layer, matrix):
+        yield QuantizedTensor(name, part.shape, FLOATS, part.num_rows * part.shape[-1])
+
+
+def load_stacked(
+    fill: Callable[[Targets], None],
+    path: str,
+    layer: QuantizableLayer,
+    matrix: Matrix,
     dtype: torch.dtype,
     device: torch.device,
     *,
-    advance: Callable[[int], None],
-    stopped: Callable[[], bool],
+    unpack: bool,
 ) -> None:
-    """Fills the parameters of these experts in ``dtype``."""
-    found = list(packed_experts(net))
-    if found:
-        nbytes = sum(matrices.parameter.nbytes for _, _, matrices in found)
-        what = f"{found[0][1].format.name} experts are dequantized while they are loaded"
-        logger.info("%s, to %s in %s", what, format_size(nbytes), str(dtype).removeprefix("torch."))
-    for name, moe, matrices in found:
-        for expert in range(moe.num_experts):
-            if stopped():
-                raise CancelledError
-            tensors = {}
-            for each in moe.format.tensors:
-                parts = split_parts(name, each, matrices.rows, matrices.columns)
-                tensors[each.suffix] = _read(checkpoint, f"{name}_{each.suffix}", expert, parts)
-            advance(sum(each.nbytes for each in tensors.values()))
-            try:
-                built = moe.format.build({end: each.to(device) for end, each in tensors.items()}, dtype)
-            except ModelError as error:
-                raise ModelError(f"{name} of expert {expert} {error}") from error
-            matrices.parameter[expert] = dequantize(built, dtype)
+    """Has ``fill`` read a plain matrix of all experts, and quantizes it; with ``unpack`` values stay in its place."""
+    if not unpack:
+        shape = getattr(layer, matrix.attribute).shape
+        setattr(layer, matrix.attribute, nn.Parameter(torch.empty(shape, dtype=dtype, device=device), False))
+    fill(_rows(path, layer, matrix))
+    values = getattr(layer, matrix.attribute).view(matrix.shape)
+    if not unpack:
+        layer.hold(matrix.attribute, quantized(layer.format, values, dtype))
+        return
+    for rows in values.split(STREAMED_ROWS):
+        rows.copy_(dequantize(layer.format.build({"weight": rows}, dtype), dtype))
 
 
-def _read(checkpoint: Checkpoint, name: str, expert: int, parts: Sequence[Part]) -> Tensor:
-    """A part of an expert's tensor, on the CPU; its rows are read whole."""
-    (size, first, whole), *rest = parts
-    *between, last = (part.whole for part in rest)
-    per_row = math.prod(between)
-    rows = Part(size * per_row, (expert * whole + first) * per_row, checkpoint.tensors[name].num_rows)
-    found = checkpoint.read(name, (rows, Part.all(last))).view(size, *between, last)
-    for dim, part in enumerate(rest, start=1):
-        found = found.narrow(dim, part.first, part.size)
-    return found
-
-
-def _check_blocks(name: str, each: CheckpointTensor, columns: int) -> None:
-    for dim in each.dims:
-        if dim.of == "columns" and columns % dim.per:
-            raise ModelError(f"{name}: {columns} columns are no whole number of blocks of {dim.per}")
+def _rows(path: str, layer: QuantizableLayer, matrix: Matrix) -> Iterator[tuple[str, CheckpointRows]]:
+    assert isinstance(layer, MoE)
+    return ((full_name(path, part.name), part) for part in layer.plain_rows(matrix))

@@ -21,7 +21,7 @@ from .plain import FLOATS
 SCALE_DIMS: dict[str, tuple[Dim, ...]] = {
     "tensor": (Dim(None),),
     "channel": (ROWS, Dim(None)),
-    "block": (Dim("rows", BLOCK), Dim("columns", BLOCK)),
+    "block": (Dim("rows", BLOCK), Dim("columns", BLOCK, may_be_part=True)),
 }
 
 
@@ -38,6 +38,11 @@ class Float8(NamedTuple):
     @property
     def is_streamed(self) -> bool:
         """See ``WeightFormat.is_streamed``."""
+        return False
+
+    @property
+    def is_stacked(self) -> bool:
+        """See ``WeightFormat.is_stacked``."""
         return False
 
     @property

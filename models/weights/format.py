@@ -19,13 +19,15 @@ Found = Mapping[str, Tensor]  # tensors of a checkpoint by the ends of their nam
 class Dim(NamedTuple):
     """A dimension of a stored tensor: rows of the weight, its columns, or neither; ``per`` of them an element.
 
-    Ranks cannot have parts of an ``indivisible`` one. Of neither there are ``size`` elements.
+    Ranks cannot have parts of an ``indivisible`` one. Of neither there are ``size`` elements. Columns must be whole
+    elements unless the last one ``may_be_part``.
     """
 
     of: str | None
     per: int = 1
     indivisible: bool = False
     size: int = 1
+    may_be_part: bool = False
 
     def of_part(self, rows: Part, columns: Part) -> Part | None:
         """The elements of a part of the weight; ``None`` if it has parts of elements."""
@@ -66,7 +68,7 @@ class QuantizedTensor(NamedTuple):
 
 
 class WeightFormat(Protocol):
-    """How a checkpoint stores the weights of linear layers. A format is a value: equal ones are alike."""
+    """How a checkpoint stores weights of linear layers, or of experts. A format is a value: equal ones are alike."""
 
     @property
     def name(self) -> str:
@@ -80,7 +82,12 @@ class WeightFormat(Protocol):
 
     @property
     def is_streamed(self) -> bool:
-        """Whether some rows of a projection can be built at a time."""
+        """Whether it is made of a plain weight, of which some rows can be built at a time."""
+        ...
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether a tensor has the matrices of all experts of a layer."""
         ...
 
     def empty(self, rows: int, columns: int, dtype: torch.dtype) -> Weight:
@@ -101,8 +108,12 @@ def format_nbytes(each: WeightFormat, rows: int, columns: int, dtype: torch.dtyp
 def split_parts(name: str, each: CheckpointTensor, rows: Part, columns: Part) -> tuple[Part, ...]:
     """The elements of each dimension of a tensor that a part of the weight has.
 
-    Raises ``ModelError`` with ``name`` where it would have a part of an element.
+    Raises ``ModelError`` with ``name`` where it would have a part of an element, or the weight's columns do not fill
+    the last one.
     """
+    for dim in each.dims:
+        if dim.of == "columns" and columns.whole % dim.per and not dim.may_be_part:
+            raise ModelError(f"{name}: {columns.whole} columns are no whole number of blocks of {dim.per}")
     found = tuple(part for part in each.parts(rows, columns) if part is not None)
     if len(found) < len(each.dims):
         message = f"{name} cannot be split over the ranks: a part would have a part of a group, a word or an order"

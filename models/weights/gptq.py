@@ -38,6 +38,11 @@ class Gptq(NamedTuple):
         return False
 
     @property
+    def is_stacked(self) -> bool:
+        """See ``WeightFormat.is_stacked``."""
+        return False
+
+    @property
     def tensors(self) -> tuple[CheckpointTensor, ...]:
         """See ``WeightFormat.tensors``."""
         per, groups = 32 // self.bits, Dim(None) if self.group is None else Dim("columns", self.group)
@@ -63,11 +68,11 @@ class Gptq(NamedTuple):
             raise ModelError("has a zero of 16, which no code is")
         groups = found["g_idx"].long()
         groups = groups - groups.min()
-        order, size = None, self.group or codes.shape[1]
+        order, columns = None, torch.arange(codes.shape[1], device=groups.device)
         if self.act_order:
             groups, order = groups.sort(stable=True)
             codes = codes[:, order]
-        if not torch.equal(groups, torch.arange(codes.shape[1]) // size if self.group else groups * 0):
+        if not torch.equal(groups, columns // (self.group or len(columns))):
             raise ModelError("has a g_idx of groups of other sizes or in another order than its config.json says")
         order = None if order is None else order.int()
         return integer_weight(codes, found["scales"].T, None if self.symmetric else zeros, self.bits, dtype, order)

@@ -36,6 +36,11 @@ class Integers(NamedTuple):
         return False
 
     @property
+    def is_stacked(self) -> bool:
+        """See ``WeightFormat.is_stacked``."""
+        return False
+
+    @property
     def tensors(self) -> tuple[CheckpointTensor, ...]:
         """See ``WeightFormat.tensors``."""
         per, groups = 32 // self.bits, Dim(None) if self.group is None else Dim("columns", self.group)

@@ -8,45 +8,50 @@ from concurrent.futures import CancelledError
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qkv_engine.errors import ModelError
 from qkv_engine.kernels.linear import dequantize
 
 from ..checkpoint import Checkpoint
-from ..layers import Linear, Projection
+from ..layers import Matrix, Projection, QuantizableLayer
 from ..ranks import Part
-from .codes import put_rows
-from .experts import expert_tensors, load_experts
-from .format import QuantizedTensor, split_parts
+from ..rows import Targets, fill_rows, full_name
+from .codes import STREAMED_ROWS, put_rows
+from .experts import is_plain_stack, load_stacked, stacked_tensors
+from .format import CheckpointTensor, QuantizedTensor, split_parts
 from .plain import FLOATS, PLAIN
 
-_STREAMED_ROWS = 4096  # of a projection that is quantized while it is read, at a time
 # Ends of names of what a quantized checkpoint has beside the weights: scales of activations and KV, and shapes.
 UNUSED = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale", ".weight_shape", ".input_scale_ub")
 
 
-def quantized_layers(net: nn.Module) -> Iterator[tuple[str, Linear]]:
+def quantized_layers(net: nn.Module) -> Iterator[tuple[str, QuantizableLayer]]:
     """Paths and layers whose weights are not plain."""
     for path, module in net.named_modules():
-        if isinstance(module, Linear) and module.format is not PLAIN:
+        if isinstance(module, QuantizableLayer) and module.format is not PLAIN:
             yield path, module
 
 
-def quantized_tensors(net: nn.Module) -> Iterator[QuantizedTensor]:
-    """What the checkpoint has of these layers, and of packed experts.
+def quantized_matrices(net: nn.Module) -> Iterator[tuple[str, QuantizableLayer, Matrix]]:
+    """The matrices of these layers."""
+    return ((path, layer, matrix) for path, layer in quantized_layers(net) for matrix in layer.matrices())
 
-    Raises ``ModelError`` for a projection that cannot be split so.
-    """
-    for path, layer in quantized_layers(net):
-        for projection in layer.projections():
+
+def quantized_tensors(net: nn.Module) -> Iterator[QuantizedTensor]:
+    """What the checkpoint has of these layers. Raises ``ModelError`` for a projection that cannot be split so."""
+    for path, layer, matrix in quantized_matrices(net):
+        if is_plain_stack(layer, matrix):
+            yield from stacked_tensors(path, layer, matrix)
+            continue
+        for projection in matrix.projections:
             whole = Part.all(projection.rows.whole), Part.all(projection.columns.whole)
             for each in layer.format.tensors:
-                name = f"{_full_name(path, projection)}.{each.suffix}"
+                name = _tensor_name(path, projection, each)
                 parts = split_parts(name, each, projection.rows, projection.columns)
                 shape = tuple(part.whole for part in split_parts(name, each, *whole))
+                shape = shape if projection.expert is None else (projection.expert.whole, *shape)
                 yield QuantizedTensor(name, shape, each.dtypes, math.prod(part.size for part in parts))
-    yield from expert_tensors(net)
 
 
 def check_quantized(checkpoint: Checkpoint, net: nn.Module) -> set[str]:
@@ -71,9 +76,9 @@ def zero_biases(checkpoint: Checkpoint, net: nn.Module, names: Set[str]) -> set[
     Raises ``ModelError`` for one that is not zero.
     """
     found = set()
-    for path, layer in quantized_layers(net):
-        for projection in layer.projections():
-            name = f"{_full_name(path, projection)}.bias"
+    for path, _, matrix in quantized_matrices(net):
+        for projection in matrix.projections:
+            name = f"{full_name(path, projection.name)}.bias"
             if name not in names:
                 continue
             stored = checkpoint.tensors[name]
@@ -106,40 +111,61 @@ def load_quantized(
 
     ``advance`` is told how many bytes have been read.
     """
-    for path, layer in quantized_layers(net):
-        rows, columns = layer.weight.shape
+
+    def fill(targets: Targets) -> None:
+        fill_rows(checkpoint, targets, advance, stopped)
+
+    for path, layer, matrix in quantized_matrices(net):
+        if is_plain_stack(layer, matrix):
+            load_stacked(fill, path, layer, matrix, dtype, device, unpack=unpack)
+            continue
         with torch.device(device):
-            target: Any = layer.weight if unpack else layer.format.empty(rows, columns, dtype)
-        for projection in layer.projections():
-            name = _full_name(path, projection)
-            for part in _pieces(projection, layer.format.is_streamed):
-                if stopped():
-                    raise CancelledError
-                parts = {each.suffix: split_parts(name, each, part.rows, part.columns) for each in layer.format.tensors}
-                found = {suffix: checkpoint.read(f"{name}.{suffix}", parts[suffix]) for suffix in parts}
-                advance(sum(each.nbytes for each in found.values()))
-                try:
-                    built: Any = layer.format.build({end: each.to(device) for end, each in found.items()}, dtype)
-                except ModelError as error:
-                    raise ModelError(f"{name} {error}") from error
-                if unpack:
-                    target[part.start : part.start + part.rows.size] = dequantize(built, dtype)
-                elif not put_rows(target, part.start, built):
-                    message = f"{name} cannot stand in one matrix with others: blocks or the order of columns differ"
-                    raise ModelError(message)
+            parameter = getattr(layer, matrix.attribute)
+            target: Any = parameter.view(matrix.shape) if unpack else layer.format.empty(*matrix.shape, dtype)
+        for part in _pieces(matrix, layer.format.is_streamed):
+            if stopped():
+                raise CancelledError
+            found = _read(checkpoint, path, part, layer.format.tensors)
+            advance(sum(each.nbytes for each in found.values()))
+            try:
+                built = layer.format.build({end: each.to(device) for end, each in found.items()}, dtype)
+            except ModelError as error:
+                raise ModelError(f"{_name(path, part)} {error}") from error
+            if unpack:
+                target[part.start : part.start + part.rows.size] = dequantize(built, dtype)
+            elif not put_rows(target, part.start, built):
+                message = "cannot stand in one matrix with others: blocks or the order of columns differ"
+                raise ModelError(f"{_name(path, part)} {message}")
         if not unpack:
-            del layer.weight
-            layer.weight = target
-    load_experts(checkpoint, net, dtype, device, advance=advance, stopped=stopped)
+            layer.hold(matrix.attribute, target)
 
 
-def _pieces(projection: Projection, is_streamed: bool) -> Iterator[Projection]:
-    name, (size, first, whole), columns, start = projection
-    step = _STREAMED_ROWS if is_streamed else size
-    for row in range(0, size, step):
-        yield Projection(name, Part(min(step, size - row), first + row, whole), columns, start + row)
+def _pieces(matrix: Matrix, is_streamed: bool) -> Iterator[Projection]:
+    for projection in matrix.projections:
+        size, first, whole = projection.rows
+        step = STREAMED_ROWS if is_streamed else size
+        for row in range(0, size, step):
+            rows = Part(min(step, size - row), first + row, whole)
+            yield projection._replace(rows=rows, start=projection.start + row)
 
 
-def _full_name(path: str, projection: Projection) -> str:
-    parent = path.rpartition(".")[0]
-    return f"{parent}.{projection.name}" if parent else projection.name
+def _read(
+    checkpoint: Checkpoint, path: str, part: Projection, tensors: tuple[CheckpointTensor, ...]
+) -> dict[str, Tensor]:
+    found = {}
+    for each in tensors:
+        name = _tensor_name(path, part, each)
+        parts = split_parts(name, each, part.rows, part.columns)
+        found[each.suffix] = checkpoint.read(name, parts if part.expert is None else (part.expert, *parts))
+    return found
+
+
+def _tensor_name(path: str, projection: Projection, each: CheckpointTensor) -> str:
+    """Tensors of all experts are not those of a module: their names are longer by a word."""
+    between = "." if projection.expert is None else "_"
+    return f"{full_name(path, projection.name)}{between}{each.suffix}"
+
+
+def _name(path: str, projection: Projection) -> str:
+    of_expert = "" if projection.expert is None else f" of expert {projection.expert.first}"
+    return full_name(path, projection.name) + of_expert

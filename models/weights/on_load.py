@@ -38,6 +38,11 @@ class OnLoad(NamedTuple):
         return True
 
     @property
+    def is_stacked(self) -> bool:
+        """See ``WeightFormat.is_stacked``."""
+        return False
+
+    @property
     def tensors(self) -> tuple[CheckpointTensor, ...]:
         """See ``WeightFormat.tensors``."""
         return (CheckpointTensor("weight", FLOATS, (ROWS, COLUMNS)),)

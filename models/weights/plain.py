@@ -16,6 +16,7 @@ class Plain:
     name = "plain"
     tensors = (CheckpointTensor("weight", FLOATS, (ROWS, COLUMNS)),)
     is_streamed = False
+    is_stacked = False
 
     def empty(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """See ``WeightFormat.empty``."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from qkv_engine.errors import ModelError
 
@@ -19,7 +20,8 @@ from .on_load import OnLoad
 from .plain import PLAIN
 
 _GROUPS = (16, 32, 64, 128, 256)
-_REMEDY = "Use the original float32, bfloat16 or float16 checkpoint, or one in a format of docs/weights.md"
+_GATES = ("shared_expert_gate",)  # a single row, which tools leave plain and do not list
+REMEDY = "Use the original float32, bfloat16 or float16 checkpoint, or one in a format of docs/weights.md"
 
 
 class Rule(NamedTuple):
@@ -38,19 +40,18 @@ class Scheme(NamedTuple):
 
     def format_of(self, name: str) -> WeightFormat:
         """The format of the weight of a checkpoint's module."""
-        if any(_matches(each, name) for each in self.ignored):
+        if _is_any(self.ignored, name):
             return PLAIN
-        found = (rule.format for rule in self.rules if any(_matches(each, name) for each in rule.targets))
-        return next(found, PLAIN)
+        return next((rule.format for rule in self.rules if _is_any(rule.targets, name)), PLAIN)
 
 
 UNQUANTIZED = Scheme()
 
 
 def on_load_scheme(kind: str) -> Scheme:
-    """All linear layers quantized while they are read, the output embedding at no fewer than 8 bits."""
+    """All linear layers and experts quantized while they are read, the output embedding at no fewer than 8 bits."""
     head = OnLoad("int8" if kind == "int4" else kind)
-    return Scheme(kind, (Rule(("lm_head",), head), Rule(("Linear",), OnLoad(kind))))
+    return Scheme(kind, (Rule(("lm_head",), head), Rule(("Linear",), OnLoad(kind))), _GATES)
 
 
 def read_scheme(fields: Fields) -> Scheme:
@@ -64,12 +65,33 @@ def read_scheme(fields: Fields) -> Scheme:
     return read(found)
 
 
-def _matches(target: str, name: str) -> bool:
-    """Whether a name, the end or the beginning of one, a class, or a pattern after ``re:`` stands for a module."""
+def _is_any(targets: tuple[str, ...], name: str) -> bool:
+    """Whether a name or words of one in a row, a class, or a pattern after ``re:`` stands for a module."""
+    plain, patterns = _sorted(targets)
+    if "Linear" in plain:
+        return True
     names = (name, f"language_model.{name}", name.replace("model.", "model.language_model.", 1))
-    if target.startswith("re:"):
-        return any(re.match(target[3:], each) is not None for each in names)
-    return target == "Linear" or any(f".{target}." in f".{each}." for each in names)
+    if any(pattern.match(each) for pattern in patterns for each in names):
+        return True
+    return any(not plain.isdisjoint(_runs(each)) for each in names[1:] if plain)  # the second has those of the first
+
+
+@lru_cache(maxsize=64)
+def _sorted(targets: tuple[str, ...]) -> tuple[frozenset[str], tuple[re.Pattern[str], ...]]:
+    """Those that are names, and the patterns."""
+    patterns = tuple(re.compile(each[3:]) for each in targets if each.startswith("re:"))
+    return frozenset(each for each in targets if not each.startswith("re:")), patterns
+
+
+def _runs(name: str) -> Iterator[str]:
+    """All words of a name that stand in a row: experts have many names, and files list many targets."""
+    words = name.split(".")
+    for start in range(len(words)):
+        run = words[start]
+        yield run
+        for word in words[start + 1 :]:
+            run = f"{run}.{word}"
+            yield run
 
 
 def _names(fields: Fields, name: str) -> tuple[str, ...]:
@@ -85,7 +107,7 @@ def _names(fields: Fields, name: str) -> tuple[str, ...]:
 
 
 def _refuse(fields: Fields, name: str, supported: str) -> ModelError:
-    return fields.error(name, "is not supported", f"Supported: {supported}. {_REMEDY}")
+    return fields.error(name, "is not supported", f"Supported: {supported}. {REMEDY}")
 
 
 def _bits(fields: Fields, name: str, *allowed: int) -> int:
@@ -169,14 +191,13 @@ def _awq(fields: Fields) -> Scheme:
         raise _refuse(fields, "zero_point", "true")
     group = _group(fields.given(group_size=fields.get("q_group_size")), required=True)
     assert group is not None
-    return _linear("awq", Awq(group), _names(fields, "modules_to_not_convert"))
+    return _linear("awq", Awq(group), (*_GATES, *_names(fields, "modules_to_not_convert")))
 
 
 def _gptq(fields: Fields) -> Scheme:
     if fields.boolean("lm_head", False):
         raise _refuse(fields, "lm_head", "false")
-    if fields.get("dynamic"):
-        raise _refuse(fields, "dynamic", "none")
+    left = _left_out(fields, "dynamic", lambda key, value: f"re:{key[2:]}" if key.startswith("-:") else None)
     bits, symmetric = _bits(fields, "bits", 4, 8), fields.boolean("sym", True)
     if bits == 8 and not symmetric:
         raise _refuse(fields, "sym", "true of 8 bits")
@@ -184,16 +205,27 @@ def _gptq(fields: Fields) -> Scheme:
     stored_less = fields.choice("checkpoint_format", kinds, "gptq", "is not supported")
     act_order = fields.boolean("desc_act", False)
     found = Gptq(bits, _group(fields), symmetric, act_order and _group(fields) is not None, stored_less)
-    return _linear("gptq", found, _names(fields, "modules_to_not_convert"))
+    return _linear("gptq", found, (*_GATES, *left, *_names(fields, "modules_to_not_convert")))
 
 
 def _auto_round(fields: Fields) -> Scheme:
     packing = fields.string("packing_format", "auto_round:auto_gptq")
     if packing not in ("auto_round:auto_gptq", "auto_round:gptq"):
         raise _refuse(fields, "packing_format", "auto_round:auto_gptq")
-    if fields.get("extra_config"):
-        raise _refuse(fields, "extra_config", "none")
-    return _gptq(fields)._replace(name="auto-round")
+    left = _left_out(fields, "extra_config", lambda key, value: key if value.get("bits") == 16 else None)
+    found = _gptq(fields)
+    return found._replace(name="auto-round", ignored=(*found.ignored, *left))
+
+
+def _left_out(fields: Fields, name: str, read: Callable[[str, dict[str, Any]], str | None]) -> tuple[str, ...]:
+    """The modules that options of single ones leave plain, by ``read``. Raises ``ModelError`` for other options."""
+    found = fields.get(name) or {}
+    if not isinstance(found, dict) or not all(isinstance(value, dict) for value in found.values()):
+        raise fields.error(name, "must be an object of options by module")
+    targets = {key: read(key, value) for key, value in found.items()}
+    if any(target is None and found[key] for key, target in targets.items()):
+        raise _refuse(fields, name, "modules that are left plain")
+    return _names(Fields({name: [target for target in targets.values() if target is not None]}), name)
 
 
 def _linear(name: str, found: WeightFormat, ignored: tuple[str, ...]) -> Scheme:

@@ -68,12 +68,19 @@ def test_windows_count_once_they_are_full():
     assert row.kv_bytes == 256 * 8 * 2**20 + 9 * 40 * 2**20 and row.fits
 
 
-def test_experts_are_not_quantized_while_they_load():
-    asked = task(Fit(context=4096, memory="80GiB"), "qwen3-30b-a3b")
-    assert {row.weights for row in fit_rows(asked)} == {None}
-    with pytest.raises(ConfigError, match="experts are not quantized") as refused:
-        fit_rows(asked, weights=("int4",))
-    assert (refused.value.field, refused.value.value) == ("weights", "int4")
+def test_experts_count_in_their_formats():
+    """Qwen3 30B-A3B: 48 layers of 128 experts, 32 heads and 4 of KV; a bfloat16 scale a row, or 128 columns."""
+    rows = fit_rows(task(Fit(context=4096, memory="24GiB"), "qwen3-30b-a3b"))
+    layer_rows = 128 * (2 * 768 + 2048) + (32 + 8) * 128 + 2048  # those of matrices that are quantized
+    layer_codes = 128 * 3 * 768 * 2048 + (32 + 8 + 32) * 128 * 2048
+    plain = 2 * (48 * (128 * 2048 + 2 * 2048 + 36 * 128) + 2048 + 151936 * 2048)  # routers, norms, the embedding
+    head = 151936 * (2048 + 2)
+    int8 = 48 * (layer_codes + 2 * layer_rows) + head + plain
+    int4 = 48 * (layer_codes // 2 + 2 * layer_codes // 128) + head + plain
+    sizes = {row.weights: row.weights_bytes for row in rows}
+    assert (sizes["int8"], sizes["int4"]) == (int8, int4)
+    assert {row.weights for row in rows} == {None, "int8", "int4", "fp8"}
+    assert rows[0].weights == "int4" and {row.weights for row in rows if row.fits} == {"int4"}
 
 
 def test_layers_of_more_kinds_than_groups_are_refused():

@@ -87,6 +87,10 @@ def test_parts_of_groups_are_refused_by_name(name, source, tmp_path):
         (FORMS["fp8 blocks"].config | {"weight_block_size": [1, 128]}, r"weight_block_size=\[1, 128\]"),
         (FORMS["int4"].config | {"format": "nvfp4-pack-quantized"}, r"format='nvfp4-pack-quantized'"),
         (FORMS["int4"].config | {"ignore": ["re:("]}, r"ignore"),
+        (FORMS["gptq"].config | {"dynamic": {"re:x": {"bits": 8}}}, r"dynamic"),
+        (FORMS["gptq"].config | {"dynamic": {"-:(": {}}}, r"dynamic"),
+        (FORMS["gptq"].config | {"dynamic": ["-:x"]}, r"dynamic"),
+        (FORMS["auto-round"].config | {"extra_config": {"model.layers.0.mlp": {"bits": 8}}}, r"extra_config"),
         (FORMS["int4"].config | {"config_groups": []}, r"config_groups"),
         (
             FORMS["int4"].config | {"ignore": ["q_proj", "lm_head"]},
@@ -101,6 +105,20 @@ def test_what_is_not_supported_is_refused_before_weights_are_read(config, messag
     with pytest.raises(ModelError, match=f"(?s){message}"):
         loader.num_parameters(find_model(str(tmp_path)).config)
         weights_nbytes(find_model(str(tmp_path)).config, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("form", "more"),
+    [
+        ("gptq", {"dynamic": {"-:.*attn.*": {}, "lm_head": {}}}),
+        ("auto-round", {"extra_config": {f"model.layers.{layer}.self_attn": {"bits": 16} for layer in range(2)}}),
+    ],
+)
+def test_modules_that_are_left_plain(form, more, source, tmp_path, load, logits_of):
+    plain = quantize(source, tmp_path / "model", FORMS[form], left=("self_attn",))
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": FORMS[form].config | more}))
+    assert torch.equal(logits_of(load(tmp_path / "model"), IDS), logits_of(load(plain), IDS))
 
 
 @pytest.mark.parametrize("name", ["gptq", "gptq act-order"])

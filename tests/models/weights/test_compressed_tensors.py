@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 pytest.importorskip("compressed_tensors")
 from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, apply_quantization_config
 from compressed_tensors.quantization.utils import calculate_qparams, is_module_quantized
+
+from qkv_engine.models.weights.plain import PLAIN
 
 from .test_checkpoints import SHAPE
 
@@ -64,10 +67,42 @@ def quantize(model: transformers.PreTrainedModel, folder: Path, weights: dict[st
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    model.save_pretrained(folder, state_dict=tensors)
+    write(model, folder, tensors)
     compressor.update_config(folder)
     compressor.decompress_model(model)
     return model
+
+
+def write(model: transformers.PreTrainedModel, folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Tensors under the names that they have in ``model``."""
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+def with_linear_experts(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+    """``model`` with a linear layer for each matrix of its experts, as it must be for the package to quantize them."""
+    for layer in model.model.layers:
+        stacked, experts = layer.mlp.experts, nn.ModuleList()
+        for gate_up, down in zip(stacked.gate_up_proj.detach(), stacked.down_proj.detach(), strict=True):
+            matrices = dict(zip(("gate_proj", "up_proj", "down_proj"), (*gate_up.chunk(2), down), strict=True))
+            expert = nn.ModuleDict({name: nn.Linear(*each.shape[::-1], bias=False) for name, each in matrices.items()})
+            expert.load_state_dict({f"{name}.weight": each for name, each in matrices.items()})
+            experts.append(expert)
+        layer.mlp.experts = experts
+    return model
+
+
+@pytest.mark.parametrize("name", ["int4-group-zeros", "int8-channel", "float8-block"])
+def test_values_of_experts_are_those_that_the_package_unpacks(name, make_reference, tmp_path, load, logits_of):
+    shape = SHAPE | {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    reference = with_linear_experts(make_reference("Qwen3Moe", **shape, head_dim=32))
+    names = set(reference.state_dict())
+    unpacked = quantize(reference, tmp_path / "model", SCHEMES[name], None)
+    write(unpacked, tmp_path / "plain", {k: v for k, v in unpacked.state_dict().items() if k in names})
+    found, expected = (load(tmp_path / folder) for folder in ("model", "plain"))
+    assert found.model.model.layers[0].mlp.format is not PLAIN
+    torch.testing.assert_close(logits_of(found, IDS), logits_of(expected, IDS), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", FORMS)

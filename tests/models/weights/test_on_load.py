@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from qkv_engine import Engine
 from qkv_engine.errors import ConfigError
@@ -21,6 +17,7 @@ from qkv_engine.models.weights.loading import quantized_layers
 from qkv_engine.models.weights.on_load import OnLoad
 
 from ..conftest import CPU
+from .peaks import load_peak, write_ones
 from .writers import FORMS, quantize
 
 IDS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
@@ -95,42 +92,15 @@ def test_random_weights_are_those_of_the_seed_quantized(kind, tiny_folder, monke
 
 @pytest.mark.parametrize("load_format", ["auto", pytest.param("random", marks=pytest.mark.slow)])
 def test_memory_stays_near_the_quantized_size(load_format, tmp_path):
-    """Peak of a load in a process of its own that keeps codes: at most their size and a layer and a half.
-
-    What one matrix takes while it is quantized is in memory before.
-    """
-    code = """
-import re, sys, torch
-from pathlib import Path
-from dataclasses import replace
-from qkv_engine.loading import with_weights
-from qkv_engine.models import loader
-from qkv_engine.models.weights.on_load import OnLoad
-loader.is_unpacked = lambda device: False
-found = loader.find_model(sys.argv[1], load_format=sys.argv[2])
-status = Path("/proc/self/status")  # rusage has the peak of the process that started this one, too
-peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", status.read_text())[1]) / 1024
-source = replace(found, config=with_weights(found.config, "int8"))
-OnLoad("int8").build({"weight": torch.ones(8192, 1024).bfloat16()}, torch.bfloat16)
-before = peak()
-loader.load_weights(source, dtype=torch.bfloat16, device=torch.device("cpu"), load_format=sys.argv[2])
-print(peak() - before, loader.weights_nbytes(source.config, torch.bfloat16) / 2**20)
-"""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """Peak of a load that keeps codes: at most their size and a layer and a half."""
+    from transformers import LlamaConfig
 
     config = LlamaConfig(
         hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, num_attention_heads=8, vocab_size=512
     )
-    with torch.device("meta"):
-        shapes = LlamaForCausalLM(config).state_dict()
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
-    save_file({n: torch.ones(t.shape, dtype=torch.bfloat16) for n, t in shapes.items()}, tmp_path / "model.safetensors")
-    # The C library would keep freed pieces of matrices, more or fewer by chance; of this size it returns them at once.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
-    run = subprocess.run(
-        [sys.executable, "-c", code, tmp_path, load_format], capture_output=True, text=True, check=True, env=environment
-    )
-    peak, quantized = map(float, run.stdout.split())
+    write_ones(tmp_path)
+    peak, quantized = load_peak(tmp_path, "int8", load_format)
     layer = (4 * 1024**2 + 3 * 1024 * 4096) * 2 / 2**20
     assert quantized > 60 and peak < quantized + 1.5 * layer

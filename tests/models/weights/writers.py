@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 GROUP = 32
+_MATRIX = re.compile(r"(_proj|_linear|\.w[123])\.weight$")  # of linear layers and experts
 
 
 class Form(NamedTuple):
@@ -163,20 +165,46 @@ FORMS = {
 }
 
 
-def quantize(source: Path, folder: Path, form: Form) -> Path:
-    """Writes the model of ``source`` in ``form``; returns a folder beside it with the values in float32."""
+def quantize(source: Path, folder: Path, form: Form, *, left: tuple[str, ...] = ()) -> Path:
+    """Writes the model of ``source`` in ``form``; returns a folder beside it with the values in float32.
+
+    Modules whose names have a word of ``left`` stay plain, which config.json says where the form has a list of them.
+    """
     plain = folder.with_name(folder.name + "-plain")
     config = json.loads((source / "config.json").read_text())
     tensors, stored, values = load_file(source / "model.safetensors"), {}, {}
     for name, tensor in tensors.items():
-        is_left = "ignore" in form.config and "layers.1.mlp" in name
-        if name.endswith("_proj.weight") and not is_left:
+        is_left = ("ignore" in form.config and "layers.1.mlp" in name) or any(f".{word}." in name for word in left)
+        if _MATRIX.search(name) and not is_left:
             found, values[name] = form.write(tensor)
             stored |= {f"{name.removesuffix('weight')}{end}": each.contiguous() for end, each in found.items()}
         else:
             stored[name] = values[name] = tensor
-    for path, contents, more in ((folder, stored, {"quantization_config": form.config}), (plain, values, {})):
+    more = {"quantization_config": form.config | _lists(form.config, left)}
+    for path, contents, changes in ((folder, stored, more), (plain, values, {})):
         path.mkdir()
-        (path / "config.json").write_text(json.dumps(config | more))
+        (path / "config.json").write_text(json.dumps(config | changes))
         save_file({name: each.contiguous() for name, each in contents.items()}, path / "model.safetensors")
     return plain
+
+
+def _lists(config: dict[str, Any], left: tuple[str, ...]) -> dict[str, Any]:
+    if not left:
+        return {}
+    if "ignore" in config:
+        return {"ignore": [*config["ignore"], *(f"re:.*\\.{word}$|.*\\.{word}\\..*" for word in left)]}
+    return {"modules_to_not_convert": list(left)}
+
+
+def unstack(folder: Path) -> None:
+    """Writes stacked experts of a Qwen3.5 checkpoint as tensors of each."""
+    path, found = folder / "model.safetensors", {}
+    for name, tensor in load_file(path).items():
+        base, _, end = name.rpartition(".")
+        if not base.endswith(".experts"):
+            found[name] = tensor
+        for expert, matrix in enumerate(tensor if base.endswith(".experts") else ()):
+            halves = {"gate": matrix[: len(matrix) // 2], "up": matrix[len(matrix) // 2 :]}
+            parts = halves if end == "gate_up_proj" else {"down": matrix}
+            found |= {f"{base}.{expert}.{key}_proj.weight": each.clone() for key, each in parts.items()}
+    save_file(found, path)
