@@ -33,7 +33,7 @@ def pack_weight(weight: Weight) -> Weight:
 
     A packed weight can be used by ``linear`` alone.
     """
-    if isinstance(weight, IntegerWeight | Float8Weight):
+    if isinstance(weight, IntegerWeight | Float8Weight | Float4Weight):
         return pack(weight) if weight.codes.is_cuda else weight
     return cpu.pack_weight(weight) if isinstance(weight, Tensor) and cpu.can_pack(weight) else weight
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..fusion import FUSED
 from ..overlap import let_next_start, overlap_options, wait_for_previous
 from .packed import PackedCodes
-from .unpack import minus_zeros, unpack_4_bits, unpack_8_bits
+from .unpack import minus_zeros, power_of_2, unpack_4_bits, unpack_8_bits, unpack_float4
 
 BYTES = 4096  # of codes, a program
 NUM_WARPS = 4
@@ -22,14 +22,15 @@ def dequantize_kernel(
     K: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, KIND: tl.constexpr, BLOCKS: tl.constexpr,
     ROWS: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """``out = (codes - zeros) * scales``, columns in the order of the codes.
+    """``out = (codes - zeros) * scales``, columns in the order of the codes; scales of 4-bit floats are exponents.
 
     Shapes:  codes [N, bytes];  scales, zeros [N, cdiv(K, GROUP)];  out [N, K]
     Grid:    (cdiv(N, ROWS) * cdiv(K, SPAN),)
     """
     let_next_start(OVERLAP)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    WIDTH: tl.constexpr = SPAN // 2 if KIND == "int4" else SPAN
+    HALVES: tl.constexpr = KIND == "int4" or KIND == "float4"
+    WIDTH: tl.constexpr = SPAN // 2 if HALVES else SPAN
     NUMBER: tl.constexpr = (K + SPAN - 1) // SPAN
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     span, o_k = tl.program_id(0) % NUMBER, tl.arange(0, WIDTH)
@@ -37,18 +38,24 @@ def dequantize_kernel(
     m_n = o_n < N
     o_n = tl.minimum(o_n, N - 1)
     o_scale = (o_n // 128 if BLOCKS else o_n) * GROUPS + span * SPAN // GROUP
-    b_scale = tl.load(scales_ptr + o_scale).to(tl.float32)[:, None]
+    b_scale = tl.load(scales_ptr + o_scale)
+    b_scale = (power_of_2(b_scale, tl.float32) if KIND == "float4" else b_scale.to(tl.float32))[:, None]
     p_out = out_ptr + o_n[:, None] * K + (span * SPAN + o_k)[None, :]
     m_low = m_n[:, None] & (span * SPAN + o_k < K)[None, :]
-    if KIND == "int4":
-        b_minus = None
+    if HALVES:
+        b_minus, b_high_scale = None, b_scale
         if zeros_ptr is not None:
             b_minus = minus_zeros(tl.load(zeros_ptr + o_scale), DTYPE)[:, None]
         b_codes = tl.load(codes_ptr + o_n[:, None] * (NUMBER * WIDTH) + (span * WIDTH + o_k)[None, :])
-        b_low, b_high = unpack_4_bits(b_codes, b_minus, None, DTYPE, ASM)
+        if KIND == "float4":
+            o_high = o_scale + (span * 2 + 1 < GROUPS).to(tl.int32)
+            b_high_scale = power_of_2(tl.load(scales_ptr + o_high), tl.float32)[:, None]
+            b_low, b_high = unpack_float4(b_codes, None, None, DTYPE, ASM)
+        else:
+            b_low, b_high = unpack_4_bits(b_codes, b_minus, None, DTYPE, ASM)
         m_high = m_n[:, None] & (span * SPAN + WIDTH + o_k < K)[None, :]
         wait_for_previous(OVERLAP)
-        tl.store(p_out + WIDTH, (b_high.to(tl.float32) * b_scale).to(DTYPE), mask=m_high)
+        tl.store(p_out + WIDTH, (b_high.to(tl.float32) * b_high_scale).to(DTYPE), mask=m_high)
     else:
         b_codes = tl.load(codes_ptr + o_n[:, None] * K + (span * SPAN + o_k)[None, :], mask=m_low, other=0)
         b_low = unpack_8_bits(b_codes, KIND, DTYPE, ASM)
@@ -70,5 +77,5 @@ def dequantize(packed: PackedCodes, dtype: torch.dtype) -> Tensor:
 
 def dequantize_constexprs(packed: PackedCodes) -> dict[str, object]:
     """Compile-time arguments."""
-    width = packed.span // 2 if packed.kind == "int4" else packed.span
+    width = packed.span * packed.bits // 8
     return packed.constexprs | {"ROWS": BYTES // width}

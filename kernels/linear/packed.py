@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from ..nvidia import is_nvidia
-from .codes import BLOCK, Float8Weight, IntegerWeight
+from .codes import BLOCK, FLOAT4_GROUP, Float4Weight, Float8Weight, IntegerWeight
 
 MAX_SPAN = 128  # columns
+FLOAT4_SPAN = 2 * FLOAT4_GROUP  # each half of it has one scale a row
 
 
 class PackedCodes(NamedTuple):
@@ -22,7 +23,8 @@ class PackedCodes(NamedTuple):
 
     ``codes`` of 4 bits: uint8 [O, ceil(I / span) span / 2], in each span byte j has column j in its low half, column
     j + span / 2 in its high one. Of 8 bits: int8 or float8_e4m3fn [O, I]. ``span``: columns that kernels read
-    together, which share a row's scale. ``scales``, ``zeros`` and ``order`` are those of the containers.
+    together, which share a row's scale; in 4-bit floats either half has its own. ``scales``, ``zeros`` and ``order``
+    are those of the containers.
     """
 
     codes: Tensor
@@ -35,8 +37,15 @@ class PackedCodes(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What ``kernels.linear.unpack`` calls the codes."""
-        return {torch.uint8: "int4", torch.int8: "int8"}.get(self.codes.dtype, "float8")
+        """What ``kernels.linear.unpack`` calls the codes; of 4 bits, those of floats have exponents for scales."""
+        if self.codes.dtype is torch.uint8:
+            return "float4" if self.scales.dtype is torch.uint8 else "int4"
+        return "int8" if self.codes.dtype is torch.int8 else "float8"
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return 4 if self.codes.dtype is torch.uint8 else 8
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -55,9 +64,12 @@ class PackedCodes(NamedTuple):
         return found | {"BLOCKS": self.is_blockwise, "ASM": is_nvidia(self.codes.device)}
 
 
-def pack(weight: IntegerWeight | Float8Weight) -> PackedCodes:
+def pack(weight: IntegerWeight | Float8Weight | Float4Weight) -> PackedCodes:
     """``weight`` as kernels read it; codes of 8 bits are kept as they are."""
     num_columns = weight.shape[1]
+    if isinstance(weight, Float4Weight):
+        codes = _split(weight.codes, FLOAT4_SPAN)
+        return PackedCodes(codes, weight.scales, None, None, num_columns, FLOAT4_GROUP, FLOAT4_SPAN)
     if isinstance(weight, Float8Weight):
         group = BLOCK if weight.is_blockwise else num_columns
         return PackedCodes(weight.codes, weight.scales, None, None, num_columns, group, MAX_SPAN)
@@ -66,15 +78,17 @@ def pack(weight: IntegerWeight | Float8Weight) -> PackedCodes:
     return PackedCodes(codes, weight.scales, weight.zeros, weight.order, num_columns, weight.group, span)
 
 
-def unpack(packed: PackedCodes) -> IntegerWeight | Float8Weight:
+def unpack(packed: PackedCodes) -> IntegerWeight | Float8Weight | Float4Weight:
     """The container that ``pack`` was given."""
     codes = packed.codes
     if packed.kind == "float8":
         return Float8Weight(codes, packed.scales)
-    if packed.kind == "int4":
+    if packed.bits == 4:
         codes = codes.view(len(codes), -1, 1, packed.span // 2)
         halves = torch.cat([codes & 15, codes >> 4], 2).flatten(1)[:, : packed.num_columns]
         codes = halves[:, ::2] | halves[:, 1::2] << 4
+    if packed.kind == "float4":
+        return Float4Weight(codes, packed.scales)
     return IntegerWeight(codes, packed.scales, packed.zeros, packed.order)
 
 

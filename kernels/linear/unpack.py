@@ -32,6 +32,7 @@ def _four_bits(kind: str, one: int, magic: int, minus: int, *, zeros: bool, scal
     return tl.constexpr("\n".join([*lines, "}"]))
 
 
+POWER_126 = tl.constexpr(2.0**126)  # of 4-bit floats whose bits stand in their places in bfloat16 or float32
 FOUR_BITS_BF16, FOUR_BITS_FP16 = (_four_bits(*of, zeros=False, scaled=False) for of in (_BF16, _FP16))
 ZEROS_BF16, ZEROS_FP16 = (_four_bits(*of, zeros=True, scaled=False) for of in (_BF16, _FP16))
 SCALED_BF16, SCALED_FP16 = (_four_bits(*of, zeros=False, scaled=True) for of in (_BF16, _FP16))
@@ -66,6 +67,35 @@ def _float8(kind: str, shift: int, mask: int, factor: int) -> tl.constexpr:
     return tl.constexpr("\n".join([*lines, "}"]))
 
 
+def _float4(kind: str, one: str, two: str, factor: int, *, scaled: bool) -> tl.constexpr:
+    """Assembly for four bytes: floats of their low halves, then of the high ones.
+
+    Sign, exponent and mantissa in their places, times a power of two, which mends 0.5; and with ``scaled`` times the
+    operands behind the bytes, those of the low halves first. ``one``, ``two``: what moves the low and the high halves
+    of a byte that stands in either half of 16 bits to r.
+    """
+    lines = [f"{{ .reg .b32 p, t, r, factor, none; mov.b32 factor, {factor:#x}; mov.b32 none, 0x80008000;"]
+    for number, places in enumerate((0x1100, 0x3322)):
+        lines.append(f"prmt.b32 p, $4, 0, {places:#x};")
+        for half, move in enumerate((one, two)):
+            to = number + 2 * half
+            lines.append(f"{move} fma.rn.{kind}x2 ${to}, r, factor, none;")
+            if scaled:
+                lines.append(f"fma.rn.{kind}x2 ${to}, ${to}, ${5 + to}, none;")
+    return tl.constexpr("\n".join([*lines, "}"]))
+
+
+# A product brings the sign to bit 15 and the rest to bits 8 to 6; in float16, where the two would meet, shifts do.
+_FLOAT4_BF16 = (
+    *("bf16", "and.b32 t, p, 0x000F000F; mul.lo.u32 t, t, 0x1040; and.b32 r, t, 0x81C081C0;"),
+    *("and.b32 t, p, 0x00F000F0; mul.lo.u32 t, t, 0x0104; and.b32 r, t, 0x81C081C0;", 0x7E807E80),  # 2^126
+)
+_FLOAT4_FP16 = (
+    *("f16", "shl.b32 t, p, 4; and.b32 r, t, 0x80008000; shl.b32 t, p, 1; and.b32 t, t, 0x0E000E00; or.b32 r, r, t;"),
+    *("and.b32 r, p, 0x80008000; shr.u32 t, p, 3; and.b32 t, t, 0x0E000E00; or.b32 r, r, t;", 0x74007400),  # 2^14
+)
+FLOAT4_BF16, FLOAT4_FP16 = (_float4(*of, scaled=False) for of in (_FLOAT4_BF16, _FLOAT4_FP16))
+SCALED_FLOAT4_BF16, SCALED_FLOAT4_FP16 = (_float4(*of, scaled=True) for of in (_FLOAT4_BF16, _FLOAT4_FP16))
 FLOAT8_BF16 = _float8("bf16", 4, 0x07F007F0, 0x7B807B80)  # 2^120
 FLOAT8_FP16 = _float8("f16", 1, 0x3F803F80, 0x5C005C00)  # 2^8
 
@@ -106,6 +136,43 @@ def unpack_4_bits(b_codes, b_minus, b_scale, DTYPE: tl.constexpr, ASM: tl.conste
         return _call(SCALED_BF16, SCALED_FP16, _ONE_OPERAND, [b_codes, b_scale], IS_BF16)
     else:
         return _call(BOTH_BF16, BOTH_FP16, _TWO_OPERANDS, [b_codes, b_minus, b_scale], IS_BF16)
+
+
+@triton.jit
+def unpack_float4(b_codes, b_low_scale, b_high_scale, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Floats of ``DTYPE`` of the low and of the high halves of bytes that hold 4-bit floats.
+
+    They are scaled where there are scales, of that dtype and with one column, from ``power_of_2``.
+    """
+    IS_BF16: tl.constexpr = tl.bfloat16 == DTYPE
+    if not ASM:
+        b_low, b_high = _wide_float4(b_codes & 15), _wide_float4(b_codes >> 4)
+        if b_low_scale is not None:
+            b_low, b_high = b_low * b_low_scale.to(tl.float32), b_high * b_high_scale.to(tl.float32)
+        return b_low.to(DTYPE), b_high.to(DTYPE)
+    elif b_low_scale is None:
+        return _call(FLOAT4_BF16, FLOAT4_FP16, _NO_OPERAND, [b_codes], IS_BF16)
+    else:
+        operands = [b_codes, b_low_scale, b_high_scale]
+        return _call(SCALED_FLOAT4_BF16, SCALED_FLOAT4_FP16, _TWO_OPERANDS, operands, IS_BF16)
+
+
+@triton.jit
+def _wide_float4(b_codes):
+    """Float32 of 4-bit floats."""
+    b_wide = b_codes.to(tl.uint32)
+    b_bits = ((b_wide & 8) << 28) | ((b_wide & 7) << 22)
+    return b_bits.to(tl.float32, bitcast=True) * POWER_126
+
+
+@triton.jit
+def power_of_2(b_exponents, DTYPE: tl.constexpr):
+    """Powers of two in ``DTYPE`` from their exponents plus 127, bytes below 255; 2^-127 has no exponent of its own."""
+    if tl.bfloat16 == DTYPE:
+        return tl.maximum(b_exponents.to(tl.int32) << 7, 0x40).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        b_wide = tl.maximum(b_exponents.to(tl.int32) << 23, 0x400000).to(tl.float32, bitcast=True)
+        return b_wide.to(DTYPE)
 
 
 @triton.jit
