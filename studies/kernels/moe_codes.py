@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +16,12 @@ from qkv_engine.kernels.linear.packed import pack
 from qkv_engine.kernels.moe import CodedExperts, Experts, Routing, SoftmaxOver, SwiGLU, route
 from qkv_engine.kernels.moe import triton as moe
 from qkv_engine.kernels.moe.code_kernel import expert_codes_kernel
-from qkv_engine.kernels.moe.codes import CodeTile, PairTiles, SortedTiles, Tuning, choose_tuning, codes_variant
+from qkv_engine.kernels.moe.codes import TUNINGS, CodeTile, PairTiles, SortedTiles, Tuning, choose_tuning, codes_variant
 from qkv_engine.kernels.moe.route_kernel import route_kernel, sort_kernel
 from qkv_engine.kernels.moe.sum_kernel import down_sum_kernel, gate_up_sum_kernel
 from qkv_engine.kernels.moe.tile_kernel import combine_kernel, expert_tile_kernel
 from qkv_engine.kernels.overlap import overlap_options
+from qkv_engine.kernels.paged_decode.triton import Tuning as Launch
 
 from .code_weights import random_weight
 
@@ -55,6 +57,7 @@ class Layer(NamedTuple):
     experts: Experts
 
 
+COMPILED = {"float4": "gpt-oss-20b", "int4": "qwen3-30b-a3b", "int8": "qwen3-30b-a3b", "float8 blocks": "qwen3-30b-a3b"}
 Job = tuple[Any, ...]  # a function that compiles, and its arguments but launch options
 FOUR_BITS = ("int4", "float4")
 SHAPES = {
@@ -177,6 +180,24 @@ def compile_codes(kind: str, shape: Shape, tuning: Tuning, options: dict[str, An
         pointers = BF16, torch.uint8, weight.scales.dtype, zeros, shape.bias_dtype, BF16, torch.int32, tiles
         launch = constexprs | {"ASM": True, "num_warps": warps} | options
         expert_codes_kernel.warmup(*pointers, grid=(1, 1), **launch)
+
+
+def coded_experts_kernels(*, overlap: bool = True) -> Iterator[tuple[str, Any, dict[str, Any], Launch]]:
+    """Products of quantized experts with every launch, for ``studies.kernels.compiled``."""
+    for kind, name in COMPILED.items():
+        shape, tunings = SHAPES[name], TUNINGS[4 if kind in FOUR_BITS else 8]
+        for (most, tuning), gated in product(tunings.items(), (True, False)):
+            with torch.device("meta"):
+                weight = make_codes(kind, shape._replace(num=1), gated=gated)
+            rows, activation = shape.rows_and_columns(gated=gated)[0], shape.activation if gated else None
+            constexprs, warps = codes_variant(weight, rows, shape.top_k, activation, tuning)
+            constexprs |= {"ASM": True, "OVERLAP": overlap, "zeros_ptr": None}
+            if not shape.bias:
+                constexprs["bias_ptr"] = None
+            if isinstance(tuning, PairTiles):
+                constexprs["tiles_ptr"] = None
+            launch = Launch(warps, constexprs["STAGES"])
+            yield f"experts {kind} {'gate_up' if gated else 'down'} {most}", expert_codes_kernel, constexprs, launch
 
 
 def compile_tiles(shape: Shape, tuning: moe.ExpertTiles, options: dict[str, Any]) -> None:
