@@ -62,7 +62,7 @@ TUNINGS: dict[int, dict[float, Tuning]] = {
         4.0: SortedTiles(16, CodeTile(64, 256, 4, 4), CodeTile(64, 256, 4, 4)),
         16.0: SortedTiles(32, CodeTile(64, 128, 4, 4), CodeTile(64, 128, 4, 4)),
         64.0: SortedTiles(64, CodeTile(64, 128, 4, 3, True), CodeTile(64, 128, 4, 3, True)),
-        float("inf"): SortedTiles(128, CodeTile(64, 128, 4, 3, True), CodeTile(64, 128, 4, 3, True)),
+        float("inf"): SortedTiles(128, CodeTile(128, 128, 8, 2, True), CodeTile(128, 128, 8, 2, True)),
     },
     8: {
         0.25: PairTiles(CodeTile(64, 128, 4, 4), CodeTile(64, 128, 4, 4)),
@@ -70,7 +70,7 @@ TUNINGS: dict[int, dict[float, Tuning]] = {
         4.0: SortedTiles(16, CodeTile(64, 128, 4, 4), CodeTile(64, 128, 4, 4)),
         16.0: SortedTiles(32, CodeTile(64, 128, 4, 4), CodeTile(64, 128, 4, 4)),
         64.0: SortedTiles(64, CodeTile(64, 128, 4, 3), CodeTile(64, 128, 4, 3)),
-        float("inf"): SortedTiles(128, CodeTile(64, 128, 4, 3), CodeTile(64, 128, 4, 3)),
+        float("inf"): SortedTiles(128, CodeTile(128, 128, 8, 2), CodeTile(128, 128, 8, 2)),
     },
 }
 
