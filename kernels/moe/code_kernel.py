@@ -90,8 +90,10 @@ def expert_codes_kernel(
             if HALVES:
                 b_codes = tl.load(p_codes + o_byte, eviction_policy=EVICTION)
                 if IS_FLOAT4:
-                    b_scale = tl.expand_dims(power_of_2(scales[part * 2], DTYPE), 1)
-                    b_high_scale = tl.expand_dims(power_of_2(scales[part * 2 + 1], DTYPE), 1)
+                    b_scale, b_high_scale = None, None
+                    if SCALED:
+                        b_scale = tl.expand_dims(power_of_2(scales[part * 2], DTYPE), 1)
+                        b_high_scale = tl.expand_dims(power_of_2(scales[part * 2 + 1], DTYPE), 1)
                     b_low, b_high = unpack_float4(b_codes, b_scale, b_high_scale, DTYPE, ASM)
                 else:
                     b_minus, b_scale = None, None
@@ -101,6 +103,9 @@ def expert_codes_kernel(
                         b_scale = tl.expand_dims(scales[part].to(DTYPE), 1)
                     b_low, b_high = unpack_4_bits(b_codes, b_minus, b_scale, DTYPE, ASM)
                 b_part = tl.dot(b_low, tl.trans(b_x), b_part)
+                if IS_FLOAT4 and not SCALED:
+                    b_acc += b_part * tl.expand_dims(power_of_2(scales[part * 2], tl.float32), 1)
+                    b_part = tl.zeros_like(b_acc)
                 b_x = _load_x(p_x, m_m, o_column + WIDTH, K, SPAN)
                 b_part = tl.dot(b_high, tl.trans(b_x), b_part)
             else:
@@ -108,6 +113,8 @@ def expert_codes_kernel(
                 b_part = tl.dot(unpack_8_bits(b_codes, KIND, DTYPE, ASM), tl.trans(b_x), b_part)
             if IS_CHANNEL or SCALED:
                 b_acc = b_part
+            elif IS_FLOAT4:
+                b_acc += b_part * tl.expand_dims(power_of_2(scales[part * 2 + 1], tl.float32), 1)
             else:
                 b_acc += b_part * tl.expand_dims(scales[part].to(tl.float32), 1)
         if WAITS and ASM:

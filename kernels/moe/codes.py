@@ -26,7 +26,7 @@ PAIR_TILE = 8  # rows of a pair's tile, the fewest that tensor cores take
 class CodeTile(NamedTuple):
     """Launch parameters of ``expert_codes_kernel``.
 
-    Rows of the weight a program, columns of a step at most, steps under way; ``scaled``: integers of 4 bits are scaled
+    Rows of the weight a program, columns of a step at most, steps under way; ``scaled``: elements of 4 bits are scaled
     in place of the sums of a group.
     """
 
@@ -151,8 +151,8 @@ def codes_variant(
     launch = tuning.down if activation is None else tuning.gate_up
     block_m = tuning.block_m if isinstance(tuning, SortedTiles) else PAIR_TILE
     number, most = triton.cdiv(weight.num_columns, weight.span), max(1, launch.block_k // weight.span)
-    has_groups = weight.group < weight.num_columns
-    is_scaled = weight.kind == "float4" or (weight.kind == "int4" and has_groups and launch.scaled)
+    has_groups = weight.group < weight.num_columns or weight.kind == "float4"
+    is_scaled = launch.scaled and weight.bits == 4 and has_groups
     constexprs = {
         "N": num_out,
         "TOP_K": top_k,

@@ -77,7 +77,7 @@ def test_tunings_serve_every_number() -> None:
     ],
 )
 def test_codes_become_floats_in_registers(case, capability: int, report: list[str]) -> None:
-    """Nothing spills or is overwritten, and a step moves codes through shared memory once."""
+    """Nothing spills or is overwritten; codes go through shared memory once, their floats with scaled elements alone."""
     name, kernel, constexprs, tuning = case
     built = compile_kernel(kernel, constexprs | {"OVERLAP": capability >= 90}, tuning, capability)
     found, steps = describe(built), built.asm["ttgir"]
@@ -87,3 +87,4 @@ def test_codes_become_floats_in_registers(case, capability: int, report: list[st
     assert found["shared"] <= SHARED_NBYTES[capability] and (found["HMMA"] or found["HGMMA"])
     assert not found["overwritten"]
     assert not re.search(r"convert_layout .*#blocked", step)
+    assert step.count("local_alloc") == 2 * constexprs["SPANS"] * constexprs["SCALED"]
