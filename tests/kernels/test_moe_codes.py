@@ -77,7 +77,7 @@ def test_tunings_serve_every_number() -> None:
     ],
 )
 def test_codes_become_floats_in_registers(case, capability: int, report: list[str]) -> None:
-    """Nothing spills or is overwritten; codes go through shared memory once, their floats with scaled elements alone."""
+    """Nothing spills or is overwritten; codes pass shared memory once, and their floats where elements are scaled."""
     name, kernel, constexprs, tuning = case
     built = compile_kernel(kernel, constexprs | {"OVERLAP": capability >= 90}, tuning, capability)
     found, steps = describe(built), built.asm["ttgir"]
