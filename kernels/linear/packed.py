@@ -23,8 +23,8 @@ class PackedCodes(NamedTuple):
 
     ``codes`` of 4 bits: uint8 [O, ceil(I / span) span / 2], in each span byte j has column j in its low half, column
     j + span / 2 in its high one. Of 8 bits: int8 or float8_e4m3fn [O, I]. ``span``: columns that kernels read
-    together, which share a row's scale; in 4-bit floats either half has its own. ``scales``, ``zeros`` and ``order``
-    are those of the containers.
+    together, which share a row's scale; in 4-bit floats either half has its own, and bits of a byte lie as
+    ``_spread`` puts them. ``scales``, ``zeros`` and ``order`` are those of the containers.
     """
 
     codes: Tensor
@@ -68,7 +68,7 @@ def pack(weight: IntegerWeight | Float8Weight | Float4Weight) -> PackedCodes:
     """``weight`` as kernels read it; codes of 8 bits are kept as they are."""
     num_columns = weight.shape[1]
     if isinstance(weight, Float4Weight):
-        codes = _split(weight.codes, FLOAT4_SPAN)
+        codes = _spread(_split(weight.codes, FLOAT4_SPAN))
         return PackedCodes(codes, weight.scales, None, None, num_columns, FLOAT4_GROUP, FLOAT4_SPAN)
     if isinstance(weight, Float8Weight):
         group = BLOCK if weight.is_blockwise else num_columns
@@ -84,6 +84,7 @@ def unpack(packed: PackedCodes) -> IntegerWeight | Float8Weight | Float4Weight:
     if packed.kind == "float8":
         return Float8Weight(codes, packed.scales)
     if packed.bits == 4:
+        codes = _gather(codes) if packed.kind == "float4" else codes
         codes = codes.view(len(codes), -1, 1, packed.span // 2)
         halves = torch.cat([codes & 15, codes >> 4], 2).flatten(1)[:, : packed.num_columns]
         codes = halves[:, ::2] | halves[:, 1::2] << 4
@@ -97,3 +98,16 @@ def _split(codes: Tensor, span: int) -> Tensor:
     halves = torch.stack([codes & 15, codes >> 4], 2).flatten(1)
     halves = torch.nn.functional.pad(halves, (0, -halves.shape[1] % span)).view(len(codes), -1, 2, span // 2)
     return (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
+
+
+def _spread(codes: Tensor) -> Tensor:
+    """Bytes of two 4-bit floats so that few instructions bring their bits to those of 16-bit floats.
+
+    From bit 7 on: sign, lower exponent bit and mantissa of the high half, all of the low half, the upper exponent bit.
+    """
+    return codes & 0x80 | codes << 1 & 0x7E | codes >> 6 & 1
+
+
+def _gather(codes: Tensor) -> Tensor:
+    """Undoes ``_spread``."""
+    return codes & 0x80 | (codes & 1) << 6 | codes >> 1 & 0x3F

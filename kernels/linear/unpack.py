@@ -67,17 +67,18 @@ def _float8(kind: str, shift: int, mask: int, factor: int) -> tl.constexpr:
     return tl.constexpr("\n".join([*lines, "}"]))
 
 
-def _float4(kind: str, one: str, two: str, factor: int, *, scaled: bool) -> tl.constexpr:
+def _float4(kind: str, factor: int, low: str, high: str, *, scaled: bool) -> tl.constexpr:
     """Assembly for four bytes: floats of their low halves, then of the high ones.
 
-    Sign, exponent and mantissa in their places, times a power of two, which mends 0.5; and with ``scaled`` times the
-    operands behind the bytes, those of the low halves first. ``one``, ``two``: what moves the low and the high halves
-    of a byte that stands in either half of 16 bits to r.
+    ``low`` and ``high`` bring sign, exponent and mantissa to their places in r, from a byte that stands in either half
+    of the 16 bits of p, its copy in the lower half a bit to the left of its place. A power of two mends the exponent,
+    and 0.5; with ``scaled`` they are multiplied by operands behind the bytes, those of the low halves first.
     """
-    lines = [f"{{ .reg .b32 p, t, r, factor, none; mov.b32 factor, {factor:#x}; mov.b32 none, 0x80008000;"]
-    for number, places in enumerate((0x1100, 0x3322)):
-        lines.append(f"prmt.b32 p, $4, 0, {places:#x};")
-        for half, move in enumerate((one, two)):
+    lines = [f"{{ .reg .b32 w, p, t, u, r, factor, none; mov.b32 factor, {factor:#x}; mov.b32 none, 0x80008000;"]
+    lines.append("shl.b32 w, $4, 1;")
+    for number, places in enumerate((0x1504, 0x3726)):
+        lines.append(f"prmt.b32 p, $4, w, {places:#x};")
+        for half, move in enumerate((low, high)):
             to = number + 2 * half
             lines.append(f"{move} fma.rn.{kind}x2 ${to}, r, factor, none;")
             if scaled:
@@ -85,14 +86,16 @@ def _float4(kind: str, one: str, two: str, factor: int, *, scaled: bool) -> tl.c
     return tl.constexpr("\n".join([*lines, "}"]))
 
 
-# A product brings the sign to bit 15 and the rest to bits 8 to 6; in float16, where the two would meet, shifts do.
 _FLOAT4_BF16 = (
-    *("bf16", "and.b32 t, p, 0x000F000F; mul.lo.u32 t, t, 0x1040; and.b32 r, t, 0x81C081C0;"),
-    *("and.b32 t, p, 0x00F000F0; mul.lo.u32 t, t, 0x0104; and.b32 r, t, 0x81C081C0;", 0x7E807E80),  # 2^126
+    *("bf16", 0x7E807E80),  # 2^126
+    "and.b32 t, p, 0x003C003C; mul.lo.u32 t, t, 0x0410; and.b32 r, t, 0x81C081C0;",
+    "and.b32 r, p, 0x81C081C0;",
 )
 _FLOAT4_FP16 = (
-    *("f16", "shl.b32 t, p, 4; and.b32 r, t, 0x80008000; shl.b32 t, p, 1; and.b32 t, t, 0x0E000E00; or.b32 r, r, t;"),
-    *("and.b32 r, p, 0x80008000; shr.u32 t, p, 3; and.b32 t, t, 0x0E000E00; or.b32 r, r, t;", 0x74007400),  # 2^14
+    *("f16", 0x74007400),  # 2^14
+    "shl.b32 t, p, 3; and.b32 u, t, 0x80008000; and.b32 r, p, 0x0E000E00; or.b32 r, r, u;",
+    "and.b32 r, p, 0x80008000; and.b32 t, t, 0x08000800; or.b32 r, r, t;"
+    "shr.u32 t, p, 4; and.b32 t, t, 0x06000600; or.b32 r, r, t;",
 )
 FLOAT4_BF16, FLOAT4_FP16 = (_float4(*of, scaled=False) for of in (_FLOAT4_BF16, _FLOAT4_FP16))
 SCALED_FLOAT4_BF16, SCALED_FLOAT4_FP16 = (_float4(*of, scaled=True) for of in (_FLOAT4_BF16, _FLOAT4_FP16))
@@ -140,13 +143,14 @@ def unpack_4_bits(b_codes, b_minus, b_scale, DTYPE: tl.constexpr, ASM: tl.conste
 
 @triton.jit
 def unpack_float4(b_codes, b_low_scale, b_high_scale, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """Floats of ``DTYPE`` of the low and of the high halves of bytes that hold 4-bit floats.
+    """Floats of ``DTYPE`` of the low and of the high halves of packed bytes of 4-bit floats.
 
     They are scaled where there are scales, of that dtype and with one column, from ``power_of_2``.
     """
     IS_BF16: tl.constexpr = tl.bfloat16 == DTYPE
     if not ASM:
-        b_low, b_high = _wide_float4(b_codes & 15), _wide_float4(b_codes >> 4)
+        b_low = _wide_float4((b_codes >> 1) & 15)
+        b_high = _wide_float4(((b_codes >> 4) & 8) | ((b_codes & 1) << 2) | ((b_codes >> 5) & 3))
         if b_low_scale is not None:
             b_low, b_high = b_low * b_low_scale.to(tl.float32), b_high * b_high_scale.to(tl.float32)
         return b_low.to(DTYPE), b_high.to(DTYPE)

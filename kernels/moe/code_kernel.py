@@ -39,6 +39,7 @@ def expert_codes_kernel(
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     IS_CHANNEL: tl.constexpr = GROUPS == 1 and not IS_FLOAT4
     PER_SPAN: tl.constexpr = 2 if IS_FLOAT4 else 1  # scales
+    UNIT: tl.constexpr = SPAN // PER_SPAN  # columns that certainly share one
     PER_STEP: tl.constexpr = 1 if IS_CHANNEL else SPANS * PER_SPAN
     EVICTION: tl.constexpr = "evict_first" if BLOCK_M <= 32 else ""  # larger tiles have neighbours that read it again
     i_p, i_t = tl.program_id(0), tl.program_id(1)
@@ -66,7 +67,7 @@ def expert_codes_kernel(
     p_codes, p_x = codes_ptr + o_n[:, None] * ROW, x_ptr + o_row[:, None] * K
     scales, zeros = (), ()
     for part in tl.static_range(PER_STEP):
-        o_group = o_scale + min(part * (SPAN // PER_SPAN) // GROUP, GROUPS - 1)
+        o_group = o_scale + min(part * UNIT // GROUP, GROUPS - 1)
         scales += (tl.load(scales_ptr + o_group),)  # type: ignore[assignment]
         if zeros_ptr is not None:
             zeros += (tl.load(zeros_ptr + o_group),)  # type: ignore[assignment]
@@ -77,9 +78,10 @@ def expert_codes_kernel(
     for i in tl.range(0, NUMBER, SPANS, num_stages=STAGES):
         if not IS_CHANNEL:
             next_scales, next_zeros = (), ()  # of the next step, on their way during this one
+            unit = tl.minimum(i + SPANS, NUMBER - SPANS) * PER_SPAN
             for part in tl.static_range(PER_STEP):
-                group = ((i + SPANS) * PER_SPAN + part) * (SPAN // PER_SPAN) // GROUP
-                o_group = o_scale + tl.minimum(group, GROUPS - 1)
+                group = unit + part if UNIT == GROUP else (unit + part) * UNIT // GROUP
+                o_group = o_scale + (group if GROUPS * GROUP == NUMBER * SPAN else tl.minimum(group, GROUPS - 1))
                 next_scales += (tl.load(scales_ptr + o_group),)  # type: ignore[assignment]
                 if zeros_ptr is not None:
                     next_zeros += (tl.load(zeros_ptr + o_group),)  # type: ignore[assignment]

@@ -134,24 +134,26 @@ def alone(kind: str, tuning: Tuning, num_rows: int) -> float:
 
 
 @triton.jit
-def float4_kernel(codes_ptr, exponents_ptr, out_ptr, BLOCK: tl.constexpr, ASM: tl.constexpr):
-    """All codes times all powers of two: codes [16], twice in each byte; exponents [BLOCK]; out [2, BLOCK, 16]."""
-    o_n, o_k = tl.arange(0, BLOCK)[:, None], tl.arange(0, 16)[None, :]
-    b_codes = tl.load(codes_ptr + o_k + tl.zeros_like(o_n))
-    b_scale = power_of_2(tl.load(exponents_ptr + o_n), out_ptr.dtype.element_ty)
-    b_low, b_high = unpack_float4(b_codes, b_scale, b_scale, out_ptr.dtype.element_ty, ASM)
-    tl.store(out_ptr + o_n * 16 + o_k, b_low)
-    tl.store(out_ptr + (BLOCK + o_n) * 16 + o_k, b_high)
+def float4_kernel(codes_ptr, scales_ptr, out_ptr, ROWS: tl.constexpr, ASM: tl.constexpr):
+    """``out`` [ROWS, 64] of packed ``codes`` [ROWS, 32] and ``scales`` [ROWS, 2]."""
+    o_n, o_k = tl.arange(0, ROWS)[:, None], tl.arange(0, 32)[None, :]
+    b_codes = tl.load(codes_ptr + o_n * 32 + o_k)
+    b_scale = power_of_2(tl.load(scales_ptr + o_n * 2), out_ptr.dtype.element_ty)
+    b_high_scale = power_of_2(tl.load(scales_ptr + o_n * 2 + 1), out_ptr.dtype.element_ty)
+    b_low, b_high = unpack_float4(b_codes, b_scale, b_high_scale, out_ptr.dtype.element_ty, ASM)
+    tl.store(out_ptr + o_n * 64 + o_k, b_low)
+    tl.store(out_ptr + o_n * 64 + 32 + o_k, b_high)
 
 
 def float4_values(exponents: list[int], dtype: torch.dtype) -> float:
-    """Products of codes and powers of two that have other bits than the reference's."""
-    codes, scales = torch.arange(16, dtype=torch.uint8) * 17, torch.tensor(exponents, dtype=torch.uint8)
-    found = torch.full((2, len(exponents), 16), float("nan"), dtype=dtype)
-    asm = is_nvidia(codes.device)
-    float4_kernel[(1,)](codes, scales, found, BLOCK=len(exponents), ASM=asm, num_warps=1, **FUSED)
-    pairs = (codes[None, ::2] & 15 | codes[None, 1::2] << 4).repeat(len(exponents), 2)
-    expected = codes_reference.dequantize(Float4Weight(pairs, scales[:, None]))[:, :16].to(dtype)
+    """Products of all codes and powers of two, in either half, that have other bits than the reference's."""
+    scales = torch.tensor([exponents, exponents[::-1]], dtype=torch.uint8).T.contiguous()
+    codes = torch.stack([torch.randperm(32) % 16 for _ in range(2 * len(exponents))]).view(len(exponents), 64)
+    weight = Float4Weight((codes[:, ::2] | codes[:, 1::2] << 4).byte(), scales)
+    found = torch.full((len(exponents), 64), float("nan"), dtype=dtype)
+    asm = is_nvidia(found.device)
+    float4_kernel[(1,)](pack(weight).codes, scales, found, ROWS=len(exponents), ASM=asm, num_warps=1, **FUSED)
+    expected = codes_reference.dequantize(weight).to(dtype)
     return float((found.view(torch.int16) != expected.view(torch.int16)).sum())
 
 

@@ -42,13 +42,17 @@ def test_the_layout_of_4_bit_floats_is_undone(size: int) -> None:
 
 
 def test_halves_of_a_span_have_scales_of_their_own() -> None:
-    """By hand: 1 at columns 0, 32, 33 and 95, the last in a span that is not full."""
+    """By hand: 1 at columns 0, 32, 33 and 95, the last in a span that is not full; then -6 and -0.5 side by side."""
     codes = torch.zeros(1, 48, dtype=torch.uint8)
     for column in (0, 32, 33, 95):
         codes[0, column // 2] |= 2 << 4 * (column % 2)
     found = pack(make_weight("float4", 1, 96, torch.bfloat16)._replace(codes=codes)).codes.view(2, 32)
     assert found.nonzero().tolist() == [[0, 0], [0, 1], [1, 31]]
-    assert found[found > 0].tolist() == [0x22, 0x20, 0x02]
+    assert found[found > 0].tolist() == [0x22 << 1, 0x20 << 1, 0x02 << 1]
+    codes = torch.zeros(1, 32, dtype=torch.uint8)
+    codes[0, 0], codes[0, 16] = 0x0F, 0x09
+    found = pack(make_weight("float4", 1, 64, torch.bfloat16)._replace(codes=codes)).codes
+    assert found.nonzero().tolist() == [[0, 0]] and int(found[0, 0]) == 0b1_01_1111_0
 
 
 def test_what_the_kernels_take() -> None:
