@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ..linear.code_tile import finished
-from ..linear.unpack import minus_zeros, power_of_2, unpack_4_bits, unpack_8_bits, unpack_float4
+from ..linear.unpack import minus_zeros, unpack_4_bits, unpack_8_bits, unpack_float4
 from ..overlap import let_next_start, wait_for_previous
 from ..product_parts import load_bias, load_columns, store_tile, weight_rows
 
@@ -25,7 +25,8 @@ def expert_codes_kernel(
     the pairs' experts. A step takes SPANS spans of columns, as ``code_tile_kernel`` does. With SCALED the elements
     are scaled, otherwise sums of columns that share their scales.
 
-    Shapes:  x [tokens or places, K];  codes [X N, bytes];  scales, zeros [X N, cdiv(K, GROUP)], with BLOCKS of blocks
+    Shapes:  x [tokens or places, K];  codes [X N, bytes];  scales, zeros [X N, cdiv(K, GROUP)], with BLOCKS of blocks,
+                 of 4-bit floats int32 [X N, cdiv(K, 128)], words of 4 exponents
              bias [X, N] or None;  out [places, N / 2] or [pairs, N];  order [places];  tiles [T, 4] or None
     Grid:    (cdiv(N, BLOCK_N), T or the number of pairs)
     """
@@ -34,13 +35,13 @@ def expert_codes_kernel(
     IS_FLOAT4: tl.constexpr = KIND == "float4"
     HALVES: tl.constexpr = IS_FLOAT4 or KIND == "int4"
     WIDTH: tl.constexpr = SPAN // 2 if HALVES else SPAN  # bytes of a span
-    NUMBER: tl.constexpr = (K + SPAN - 1) // SPAN
+    PAIRED: tl.constexpr = 2 if IS_FLOAT4 else 1  # spans, of which a step takes all or none
+    NUMBER: tl.constexpr = (K + SPAN * PAIRED - 1) // (SPAN * PAIRED) * PAIRED
     ROW: tl.constexpr = NUMBER * WIDTH if HALVES else K
-    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    GROUPS: tl.constexpr = NUMBER // 2 if IS_FLOAT4 else (K + GROUP - 1) // GROUP  # words, of 4-bit floats
     IS_CHANNEL: tl.constexpr = GROUPS == 1 and not IS_FLOAT4
-    PER_SPAN: tl.constexpr = 2 if IS_FLOAT4 else 1  # scales
-    UNIT: tl.constexpr = SPAN // PER_SPAN  # columns that certainly share one
-    PER_STEP: tl.constexpr = 1 if IS_CHANNEL else SPANS * PER_SPAN
+    HAS_SUMS: tl.constexpr = not (IS_CHANNEL or SCALED)  # that are scaled
+    HAS_GROUPS: tl.constexpr = not (IS_CHANNEL or IS_FLOAT4)  # whose scales are loaded before their step
     EVICTION: tl.constexpr = "evict_first" if BLOCK_M <= 32 else ""  # larger tiles have neighbours that read it again
     i_p, i_t = tl.program_id(0), tl.program_id(1)
     o_n = weight_rows(i_p, N, GATED, N % BLOCK_N == 0, BLOCK_N)
@@ -66,8 +67,8 @@ def expert_codes_kernel(
     o_scale = (o_n // 128 if BLOCKS else o_n) * GROUPS
     p_codes, p_x = codes_ptr + o_n[:, None] * ROW, x_ptr + o_row[:, None] * K
     scales, zeros = (), ()
-    for part in tl.static_range(PER_STEP):
-        o_group = o_scale + min(part * UNIT // GROUP, GROUPS - 1)
+    for part in tl.static_range(SPANS if HAS_GROUPS else 1 if IS_CHANNEL else 0):
+        o_group = o_scale + part * SPAN // GROUP
         scales += (tl.load(scales_ptr + o_group),)  # type: ignore[assignment]
         if zeros_ptr is not None:
             zeros += (tl.load(zeros_ptr + o_group),)  # type: ignore[assignment]
@@ -76,27 +77,26 @@ def expert_codes_kernel(
 
     b_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for i in tl.range(0, NUMBER, SPANS, num_stages=STAGES):
-        if not IS_CHANNEL:
+        if HAS_GROUPS:
             next_scales, next_zeros = (), ()  # of the next step, on their way during this one
-            unit = tl.minimum(i + SPANS, NUMBER - SPANS) * PER_SPAN
-            for part in tl.static_range(PER_STEP):
-                group = unit + part if UNIT == GROUP else (unit + part) * UNIT // GROUP
-                o_group = o_scale + (group if GROUPS * GROUP == NUMBER * SPAN else tl.minimum(group, GROUPS - 1))
+            ahead = tl.minimum(i + SPANS, NUMBER - SPANS)
+            for part in tl.static_range(SPANS):
+                o_group = o_scale + (ahead + part if SPAN == GROUP else (ahead + part) * SPAN // GROUP)
                 next_scales += (tl.load(scales_ptr + o_group),)  # type: ignore[assignment]
                 if zeros_ptr is not None:
                     next_zeros += (tl.load(zeros_ptr + o_group),)  # type: ignore[assignment]
         for part in tl.static_range(SPANS):
-            b_part = b_acc if IS_CHANNEL or SCALED else tl.zeros_like(b_acc)
+            b_part = tl.zeros_like(b_acc) if HAS_SUMS else b_acc
             o_byte, o_column = (i + part) * WIDTH + o_k[None, :], (i + part) * SPAN + o_k[None, :]
-            b_x = _load_x(p_x, m_m, o_column, K, SPAN)
+            b_x = _load_x(p_x, m_m, o_column, K, SPAN * PAIRED)
             if HALVES:
                 b_codes = tl.load(p_codes + o_byte, eviction_policy=EVICTION)
                 if IS_FLOAT4:
-                    b_scale, b_high_scale = None, None
-                    if SCALED:
-                        b_scale = tl.expand_dims(power_of_2(scales[part * 2], DTYPE), 1)
-                        b_high_scale = tl.expand_dims(power_of_2(scales[part * 2 + 1], DTYPE), 1)
-                    b_low, b_high = unpack_float4(b_codes, b_scale, b_high_scale, DTYPE, ASM)
+                    if part % 2 == 0:
+                        b_exponents = tl.expand_dims(tl.load(scales_ptr + o_scale + i // 2 + part // 2), 1)
+                    b_exponent = (b_exponents >> (part % 2 * 16)) & 255
+                    b_high_exponent = (b_exponents >> (part % 2 * 16 + 8)) & 255
+                    b_low, b_high = unpack_float4(b_codes, b_exponent, b_high_exponent, DTYPE, ASM)
                 else:
                     b_minus, b_scale = None, None
                     if zeros_ptr is not None:
@@ -105,23 +105,18 @@ def expert_codes_kernel(
                         b_scale = tl.expand_dims(scales[part].to(DTYPE), 1)
                     b_low, b_high = unpack_4_bits(b_codes, b_minus, b_scale, DTYPE, ASM)
                 b_part = tl.dot(b_low, tl.trans(b_x), b_part)
-                if IS_FLOAT4 and not SCALED:
-                    b_acc += b_part * tl.expand_dims(power_of_2(scales[part * 2], tl.float32), 1)
-                    b_part = tl.zeros_like(b_acc)
-                b_x = _load_x(p_x, m_m, o_column + WIDTH, K, SPAN)
+                b_x = _load_x(p_x, m_m, o_column + WIDTH, K, SPAN * PAIRED)
                 b_part = tl.dot(b_high, tl.trans(b_x), b_part)
             else:
                 b_codes = load_columns(p_codes, o_byte, K, SPAN, EVICTION)
                 b_part = tl.dot(unpack_8_bits(b_codes, KIND, DTYPE, ASM), tl.trans(b_x), b_part)
-            if IS_CHANNEL or SCALED:
-                b_acc = b_part
-            elif IS_FLOAT4:
-                b_acc += b_part * tl.expand_dims(power_of_2(scales[part * 2 + 1], tl.float32), 1)
-            else:
+            if HAS_SUMS:
                 b_acc += b_part * tl.expand_dims(scales[part].to(tl.float32), 1)
+            else:
+                b_acc = b_part
         if WAITS and ASM:
             b_acc = finished(b_acc)
-        if not IS_CHANNEL:
+        if HAS_GROUPS:
             scales, zeros = next_scales, next_zeros
     if IS_CHANNEL:
         b_acc *= tl.expand_dims(scales[0].to(tl.float32), 1)  # type: ignore[misc]
@@ -130,7 +125,7 @@ def expert_codes_kernel(
 
 
 @triton.jit
-def _load_x(p_x, m_m, o_k, K: tl.constexpr, SPAN: tl.constexpr):
-    """Columns ``o_k`` of the rows where ``m_m`` holds, zeros elsewhere and beyond K."""
-    m_x = m_m[:, None] if K % SPAN == 0 else m_m[:, None] & (o_k < K)
+def _load_x(p_x, m_m, o_k, K: tl.constexpr, UNIT: tl.constexpr):
+    """Columns ``o_k`` of the rows where ``m_m`` holds, zeros elsewhere and beyond K; rows of codes are full units."""
+    m_x = m_m[:, None] if K % UNIT == 0 else m_m[:, None] & (o_k < K)
     return tl.load(p_x + o_k, mask=m_x, other=0.0)

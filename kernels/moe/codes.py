@@ -26,7 +26,7 @@ PAIR_TILE = 8  # rows of a pair's tile, the fewest that tensor cores take
 class CodeTile(NamedTuple):
     """Launch parameters of ``expert_codes_kernel``.
 
-    Rows of the weight a program, columns of a step at most, steps under way; ``scaled``: elements of 4 bits are scaled
+    Rows of the weight a program, columns of a step at most, steps under way; ``scaled``: integers of 4 bits are scaled
     in place of the sums of a group.
     """
 
@@ -136,7 +136,7 @@ def _product(
     constexprs, num_warps = codes_variant(weight, num_out, routing.experts.shape[1], activation, tuning)
     grid = triton.cdiv(num_out, constexprs["BLOCK_N"]), order.numel() if tiles is None else len(tiles)
     expert_codes_kernel[grid](
-        x, weight.codes.view(torch.uint8), weight.scales, weight.zeros, bias, out, order, tiles,
+        x, weight.codes.view(torch.uint8), weight.scale_words, weight.zeros, bias, out, order, tiles,
         **constexprs, num_warps=num_warps, **overlap_options(x.device), **FUSED,
     )  # fmt: skip
 
@@ -150,16 +150,17 @@ def codes_variant(
     """
     launch = tuning.down if activation is None else tuning.gate_up
     block_m = tuning.block_m if isinstance(tuning, SortedTiles) else PAIR_TILE
-    number, most = triton.cdiv(weight.num_columns, weight.span), max(1, launch.block_k // weight.span)
-    has_groups = weight.group < weight.num_columns or weight.kind == "float4"
-    is_scaled = launch.scaled and weight.bits == 4 and has_groups
+    paired = 2 if weight.kind == "float4" else 1
+    number, most = weight.num_spans // paired, max(1, launch.block_k // (weight.span * paired))
+    has_groups = weight.group < weight.num_columns
+    is_scaled = weight.kind == "float4" or (weight.kind == "int4" and has_groups and launch.scaled)
     constexprs = {
         "N": num_out,
         "TOP_K": top_k,
         "ACTIVATION": activation,
         "BLOCK_M": block_m,
         "BLOCK_N": launch.block_n,
-        "SPANS": next(spans for spans in range(most, 0, -1) if number % spans == 0),
+        "SPANS": paired * next(steps for steps in range(most, 0, -1) if number % steps == 0),
         "STAGES": launch.num_stages,
         "SCALED": is_scaled,
         "WAITS": OVERWRITES and (is_scaled or not has_groups),

@@ -115,7 +115,7 @@ def compile_kernel(kernel: Any, constexprs: dict[str, Any], tuning: Tuning, capa
         types["x"] = f"tensordesc<bf16[{constexprs['BLOCK_M']}, {HALF}]>"
         types["codes"] = f"tensordesc<{stored}[{constexprs['BLOCK_N'] // sides}, {sides}, {HALF}]>"
     if kernel is expert_codes_kernel:
-        types["scales_ptr"] = {"float4": "*u8", "float8": "*fp32"}.get(constexprs["KIND"], "*bf16")
+        types["scales_ptr"] = {"float4": "*i32", "float8": "*fp32"}.get(constexprs["KIND"], "*bf16")
     aligned = [n for n in names if n.endswith(("_ptr", "_offset", "_bank")) or n.startswith("stride") or n == "V"]
     source = ASTSource(
         fn=kernel,

@@ -67,14 +67,17 @@ SHAPES = {
 # Launch parameters to try, by tokens of a tile (0: pairs) and bits of a code; columns are those of 4 bits.
 TILES = {
     0: (
-        *((64, 256, 4, 3), (64, 256, 4, 4), (64, 512, 4, 3), (64, 128, 4, 6), (128, 256, 4, 3), (128, 128, 8, 4)),
-        *((32, 256, 2, 4), (32, 512, 2, 3), (16, 512, 1, 4)),
+        *((64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 3), (64, 256, 4, 4), (128, 128, 4, 4), (128, 256, 4, 3)),
+        *((64, 128, 2, 5), (64, 256, 2, 3), (32, 128, 2, 6), (32, 256, 1, 4), (32, 256, 2, 4), (16, 256, 1, 4)),
     ),
-    8: ((64, 256, 4, 3), (64, 256, 4, 4), (64, 512, 4, 3), (128, 256, 4, 3), (128, 256, 8, 3), (32, 256, 2, 4)),
-    16: ((64, 256, 4, 3), (64, 256, 4, 4), (64, 128, 4, 6), (128, 256, 8, 3), (128, 128, 4, 4), (32, 256, 2, 4)),
+    8: (
+        *((64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 3), (64, 256, 4, 4), (128, 128, 4, 4), (128, 256, 4, 3)),
+        *((64, 128, 2, 5), (32, 128, 2, 6), (128, 128, 8, 4)),
+    ),
+    16: ((64, 256, 4, 3), (64, 128, 4, 4), (64, 128, 4, 6), (128, 256, 8, 3), (128, 128, 4, 4), (32, 256, 2, 4)),
     32: ((64, 256, 4, 3), (64, 128, 4, 4), (128, 128, 8, 4), (128, 128, 4, 3), (128, 256, 8, 3)),
     64: ((64, 128, 4, 3), (64, 128, 4, 4), (128, 128, 8, 3), (128, 128, 4, 3), (128, 64, 4, 4)),
-    128: ((64, 128, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 4), (64, 128, 4, 2)),
+    128: ((64, 128, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3), (64, 128, 4, 2)),
 }
 
 
@@ -87,7 +90,7 @@ def candidates(kind: str, block_m: int) -> Iterator[CodeTile]:
     """Launch parameters to try; an 8-bit code has half the columns in as many bytes."""
     for block_n, block_k, num_warps, num_stages in TILES[block_m]:
         columns = block_k if kind in FOUR_BITS else block_k // 2
-        yield CodeTile(block_n, columns, num_warps, num_stages, kind in FOUR_BITS and block_m >= 64)
+        yield CodeTile(block_n, columns, num_warps, num_stages, kind == "int4" and block_m >= 64)
 
 
 def tuning_of(block_m: int, gate_up: CodeTile, down: CodeTile) -> Tuning:
@@ -177,7 +180,7 @@ def compile_codes(kind: str, shape: Shape, tuning: Tuning, options: dict[str, An
             weight = make_codes(kind, shape._replace(num=1), gated=gated)
         constexprs, warps = codes_variant(weight, rows, shape.top_k, shape.activation if gated else None, tuning)
         tiles, zeros = torch.int32 if isinstance(tuning, SortedTiles) else None, weight.zeros and torch.uint8
-        pointers = BF16, torch.uint8, weight.scales.dtype, zeros, shape.bias_dtype, BF16, torch.int32, tiles
+        pointers = BF16, torch.uint8, weight.scale_words.dtype, zeros, shape.bias_dtype, BF16, torch.int32, tiles
         launch = constexprs | {"ASM": True, "num_warps": warps} | options
         expert_codes_kernel.warmup(*pointers, grid=(1, 1), **launch)
 

@@ -37,7 +37,7 @@ def test_the_layout_of_4_bit_floats_is_undone(size: int) -> None:
     weight = make_weight("float4", 5, size, torch.bfloat16)
     found = pack(weight)
     assert (found.kind, found.bits, found.shape, found.group) == ("float4", 4, (5, size), 32)
-    assert torch.equal(unpack(found).codes, weight.codes) and unpack(found).scales is weight.scales
+    assert all(map(torch.equal, unpack(found)[:2], weight)) and found.scales.stride(0) % 4 == 0
     assert torch.equal(dequantize(found, torch.float32), dequantize(weight, torch.float32))
 
 
@@ -91,4 +91,5 @@ def test_codes_become_floats_in_registers(case, capability: int, report: list[st
     assert found["shared"] <= SHARED_NBYTES[capability] and (found["HMMA"] or found["HGMMA"])
     assert not found["overwritten"]
     assert not re.search(r"convert_layout .*#blocked", step)
-    assert step.count("local_alloc") == 2 * constexprs["SPANS"] * constexprs["SCALED"]
+    passes = constexprs["SCALED"] and constexprs["KIND"] == "int4"
+    assert step.count("local_alloc") == 2 * constexprs["SPANS"] * passes
