@@ -22,8 +22,8 @@ def expert_codes_kernel(
     """``expert_tile_kernel`` with quantized weights.
 
     Without ``tiles`` each pair of token and expert is a tile of its own, its place is its number, and ``order`` holds
-    the pairs' experts. A step takes SPANS spans of columns, as ``code_tile_kernel`` does. With SCALED the elements
-    are scaled, otherwise sums of columns that share their scales.
+    the pairs' experts. A step takes SPANS spans of columns, as ``code_tile_kernel`` does; the last may end beyond the
+    row. With SCALED the elements are scaled, otherwise sums of columns that share their scales.
 
     Shapes:  x [tokens or places, K];  codes [X N, bytes];  scales, zeros [X N, cdiv(K, GROUP)], with BLOCKS of blocks,
                  of 4-bit floats int32 [X N, cdiv(K, 128)], words of 4 exponents
@@ -35,8 +35,9 @@ def expert_codes_kernel(
     IS_FLOAT4: tl.constexpr = KIND == "float4"
     HALVES: tl.constexpr = IS_FLOAT4 or KIND == "int4"
     WIDTH: tl.constexpr = SPAN // 2 if HALVES else SPAN  # bytes of a span
-    PAIRED: tl.constexpr = 2 if IS_FLOAT4 else 1  # spans, of which a step takes all or none
+    PAIRED: tl.constexpr = 2 if IS_FLOAT4 else 1  # spans, of which a row has all or none
     NUMBER: tl.constexpr = (K + SPAN * PAIRED - 1) // (SPAN * PAIRED) * PAIRED
+    STEP: tl.constexpr = SPAN * SPANS  # columns
     ROW: tl.constexpr = NUMBER * WIDTH if HALVES else K
     GROUPS: tl.constexpr = NUMBER // 2 if IS_FLOAT4 else (K + GROUP - 1) // GROUP  # words, of 4-bit floats
     IS_CHANNEL: tl.constexpr = GROUPS == 1 and not IS_FLOAT4
@@ -79,21 +80,25 @@ def expert_codes_kernel(
     for i in tl.range(0, NUMBER, SPANS, num_stages=STAGES):
         if HAS_GROUPS:
             next_scales, next_zeros = (), ()  # of the next step, on their way during this one
-            ahead = tl.minimum(i + SPANS, NUMBER - SPANS)
+            ahead = tl.minimum(i + SPANS, NUMBER - SPANS) if NUMBER % SPANS == 0 else i + SPANS
             for part in tl.static_range(SPANS):
-                o_group = o_scale + (ahead + part if SPAN == GROUP else (ahead + part) * SPAN // GROUP)
+                group = ahead + part if SPAN == GROUP else (ahead + part) * SPAN // GROUP
+                o_group = o_scale + (group if NUMBER % SPANS == 0 else tl.minimum(group, GROUPS - 1))
                 next_scales += (tl.load(scales_ptr + o_group),)  # type: ignore[assignment]
                 if zeros_ptr is not None:
                     next_zeros += (tl.load(zeros_ptr + o_group),)  # type: ignore[assignment]
         for part in tl.static_range(SPANS):
             b_part = tl.zeros_like(b_acc) if HAS_SUMS else b_acc
             o_byte, o_column = (i + part) * WIDTH + o_k[None, :], (i + part) * SPAN + o_k[None, :]
-            b_x = _load_x(p_x, m_m, o_column, K, SPAN * PAIRED)
+            b_x = _load_x(p_x, m_m, o_column, K, STEP)
             if HALVES:
-                b_codes = tl.load(p_codes + o_byte, eviction_policy=EVICTION)
+                b_codes = load_columns(p_codes, o_byte, ROW, WIDTH * SPANS, EVICTION)
                 if IS_FLOAT4:
                     if part % 2 == 0:
-                        b_exponents = tl.expand_dims(tl.load(scales_ptr + o_scale + i // 2 + part // 2), 1)
+                        word = i // 2 + part // 2
+                        if NUMBER % SPANS != 0:
+                            word = tl.minimum(word, GROUPS - 1)
+                        b_exponents = tl.expand_dims(tl.load(scales_ptr + o_scale + word), 1)
                     b_exponent = (b_exponents >> (part % 2 * 16)) & 255
                     b_high_exponent = (b_exponents >> (part % 2 * 16 + 8)) & 255
                     b_low, b_high = unpack_float4(b_codes, b_exponent, b_high_exponent, DTYPE, ASM)
@@ -105,10 +110,10 @@ def expert_codes_kernel(
                         b_scale = tl.expand_dims(scales[part].to(DTYPE), 1)
                     b_low, b_high = unpack_4_bits(b_codes, b_minus, b_scale, DTYPE, ASM)
                 b_part = tl.dot(b_low, tl.trans(b_x), b_part)
-                b_x = _load_x(p_x, m_m, o_column + WIDTH, K, SPAN * PAIRED)
+                b_x = _load_x(p_x, m_m, o_column + WIDTH, K, STEP)
                 b_part = tl.dot(b_high, tl.trans(b_x), b_part)
             else:
-                b_codes = load_columns(p_codes, o_byte, K, SPAN, EVICTION)
+                b_codes = load_columns(p_codes, o_byte, K, STEP, EVICTION)
                 b_part = tl.dot(unpack_8_bits(b_codes, KIND, DTYPE, ASM), tl.trans(b_x), b_part)
             if HAS_SUMS:
                 b_acc += b_part * tl.expand_dims(scales[part].to(tl.float32), 1)
@@ -125,7 +130,7 @@ def expert_codes_kernel(
 
 
 @triton.jit
-def _load_x(p_x, m_m, o_k, K: tl.constexpr, UNIT: tl.constexpr):
-    """Columns ``o_k`` of the rows where ``m_m`` holds, zeros elsewhere and beyond K; rows of codes are full units."""
-    m_x = m_m[:, None] if K % UNIT == 0 else m_m[:, None] & (o_k < K)
+def _load_x(p_x, m_m, o_k, K: tl.constexpr, STEP: tl.constexpr):
+    """Columns ``o_k`` of the rows where ``m_m`` holds, zeros elsewhere and beyond K."""
+    m_x = m_m[:, None] if K % STEP == 0 else m_m[:, None] & (o_k < K)
     return tl.load(p_x + o_k, mask=m_x, other=0.0)

@@ -146,7 +146,7 @@ def codes_variant(
 ) -> tuple[dict[str, Any], int]:
     """Compile-time arguments and warps of ``expert_codes_kernel``, with ``activation`` of gate and up.
 
-    A step takes as many spans as divide a row evenly.
+    Steps have as many spans each as makes them equal.
     """
     launch = tuning.down if activation is None else tuning.gate_up
     block_m = tuning.block_m if isinstance(tuning, SortedTiles) else PAIR_TILE
@@ -160,7 +160,7 @@ def codes_variant(
         "ACTIVATION": activation,
         "BLOCK_M": block_m,
         "BLOCK_N": launch.block_n,
-        "SPANS": paired * next(steps for steps in range(most, 0, -1) if number % steps == 0),
+        "SPANS": paired * triton.cdiv(number, triton.cdiv(number, most)),
         "STAGES": launch.num_stages,
         "SCALED": is_scaled,
         "WAITS": OVERWRITES and (is_scaled or not has_groups),
