@@ -57,9 +57,9 @@ Tuning = PairTiles | SortedTiles
 # By the bits of a code and the most tokens an expert, on average over all experts, that each serves.
 TUNINGS: dict[int, dict[float, Tuning]] = {
     4: {
-        0.25: PairTiles(CodeTile(64, 256, 4, 4), CodeTile(64, 256, 4, 4)),
-        1.0: SortedTiles(8, CodeTile(64, 256, 4, 4), CodeTile(64, 256, 4, 4)),
-        4.0: SortedTiles(16, CodeTile(64, 256, 4, 4), CodeTile(64, 256, 4, 4)),
+        0.25: PairTiles(CodeTile(64, 256, 4, 3), CodeTile(64, 256, 4, 3)),
+        1.0: SortedTiles(8, CodeTile(64, 256, 4, 3), CodeTile(64, 256, 4, 3)),
+        4.0: SortedTiles(16, CodeTile(64, 256, 2, 3), CodeTile(64, 256, 2, 3)),
         16.0: SortedTiles(32, CodeTile(64, 128, 4, 4), CodeTile(64, 128, 4, 4)),
         64.0: SortedTiles(64, CodeTile(64, 128, 4, 3, True), CodeTile(64, 128, 4, 3, True)),
         float("inf"): SortedTiles(128, CodeTile(128, 128, 8, 2, True), CodeTile(128, 128, 8, 2, True)),
@@ -67,7 +67,7 @@ TUNINGS: dict[int, dict[float, Tuning]] = {
     8: {
         0.25: PairTiles(CodeTile(64, 128, 4, 4), CodeTile(64, 128, 4, 4)),
         1.0: SortedTiles(8, CodeTile(64, 128, 4, 4), CodeTile(64, 128, 4, 4)),
-        4.0: SortedTiles(16, CodeTile(64, 128, 4, 4), CodeTile(64, 128, 4, 4)),
+        4.0: SortedTiles(16, CodeTile(64, 128, 2, 3), CodeTile(64, 128, 2, 3)),
         16.0: SortedTiles(32, CodeTile(64, 128, 4, 4), CodeTile(64, 128, 4, 4)),
         64.0: SortedTiles(64, CodeTile(64, 128, 4, 3), CodeTile(64, 128, 4, 3)),
         float("inf"): SortedTiles(128, CodeTile(128, 128, 8, 2), CodeTile(128, 128, 8, 2)),
