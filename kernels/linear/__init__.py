@@ -17,7 +17,8 @@ from ..swiglu import swiglu
 from . import codes_reference, cpu, steady
 from .codes import Float4Weight, Float8Weight, IntegerWeight
 from .cpu import PackedWeight
-from .packed import PackedCodes, pack, unpack
+from .packed import PackedCodes, can_pack, pack
+from .packed import unpack as unpack_codes  # ``unpack`` is a module here
 from .padding import padded_rows
 from .steady import SteadyWeight, by_rows, pack_steadily
 
@@ -33,8 +34,8 @@ def pack_weight(weight: Weight) -> Weight:
 
     A packed weight can be used by ``linear`` alone.
     """
-    if isinstance(weight, IntegerWeight | Float8Weight):
-        return pack(weight) if weight.codes.is_cuda else weight
+    if isinstance(weight, IntegerWeight | Float8Weight | Float4Weight):
+        return pack(weight) if weight.codes.is_cuda and can_pack(weight) else weight
     return cpu.pack_weight(weight) if isinstance(weight, Tensor) and cpu.can_pack(weight) else weight
 
 
@@ -42,7 +43,7 @@ def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
     """The plain matrix ``[O, I]`` of a weight in any layout but the CPU's, which cannot be undone."""
     assert not isinstance(weight, PackedWeight | SteadyWeight)
     if isinstance(weight, PackedCodes):
-        weight = unpack(weight)
+        weight = unpack_codes(weight)
     return (weight if isinstance(weight, Tensor) else codes_reference.dequantize(weight)).to(dtype)
 
 

@@ -111,11 +111,12 @@ def linear_integer(x: Tensor, weight: PackedCodes, bias: Tensor | None = None, *
     """``x @ weight.T + bias``, or with ``gated`` its SwiGLU; the values of codes and all sums in float32.
 
     Shapes: x [M, I], float16 or bfloat16, contiguous; weight [O, I]; bias [O]; result [M, O], gated [M, O / 2].
-    The weight and ``bias`` may be read while the kernel before still runs: that kernel must not write them.
+    The weight and ``bias`` may be read while the kernel before still runs: that kernel must not write them. A weight of
+    4-bit floats is written out.
     """
     if weight.order is not None:
         x = x.index_select(1, weight.order)
-    if len(x) > MAX_TILE_ROWS:
+    if len(x) > MAX_TILE_ROWS or weight.kind == "float4":
         out = F.linear(x, dequantize(weight, x.dtype), bias)
         return swiglu(out) if gated else out
     return linear_codes(x, weight, bias, gated=gated)

@@ -32,6 +32,7 @@ def _four_bits(kind: str, one: int, magic: int, minus: int, *, zeros: bool, scal
     return tl.constexpr("\n".join([*lines, "}"]))
 
 
+POWER_126 = tl.constexpr(2.0**126)  # of a 4-bit float whose bits stand in their places in float32
 FOUR_BITS_BF16, FOUR_BITS_FP16 = (_four_bits(*of, zeros=False, scaled=False) for of in (_BF16, _FP16))
 ZEROS_BF16, ZEROS_FP16 = (_four_bits(*of, zeros=True, scaled=False) for of in (_BF16, _FP16))
 SCALED_BF16, SCALED_FP16 = (_four_bits(*of, zeros=False, scaled=True) for of in (_BF16, _FP16))
@@ -66,6 +67,33 @@ def _float8(kind: str, shift: int, mask: int, factor: int) -> tl.constexpr:
     return tl.constexpr("\n".join([*lines, "}"]))
 
 
+def _float4(kind: str, low: str, high: str) -> tl.constexpr:
+    """Assembly for four bytes: floats of their low halves, then of the high ones.
+
+    ``low`` and ``high`` bring sign, exponent and mantissa to their places in r, from a byte that stands in either half
+    of the 16 bits of p, its copy in the lower half a bit to the left of its place. Operands behind the bytes multiply
+    them, a pair of floats for each byte, which are equal: first of the low halves, then of the high ones.
+    """
+    lines = ["{ .reg .b32 w, p, t, u, r, none; mov.b32 none, 0x80008000; shl.b32 w, $4, 1;"]
+    for number, places in enumerate((0x1504, 0x3726)):
+        lines.append(f"prmt.b32 p, $4, w, {places:#x};")
+        lines.append(f"{low} fma.rn.{kind}x2 ${number}, r, $5, none;")
+        lines.append(f"{high} fma.rn.{kind}x2 ${number + 2}, r, $9, none;")
+    return tl.constexpr("\n".join([*lines, "}"]))
+
+
+FLOAT4_BF16 = _float4(
+    "bf16",
+    "and.b32 t, p, 0x003C003C; mul.lo.u32 t, t, 0x0410; and.b32 r, t, 0x81C081C0;",
+    "and.b32 r, p, 0x81C081C0;",
+)
+FLOAT4_FP16 = _float4(
+    "f16",
+    "shl.b32 t, p, 3; and.b32 u, t, 0x80008000; and.b32 r, p, 0x0E000E00; or.b32 r, r, u;",
+    "and.b32 r, p, 0x80008000; and.b32 t, t, 0x08000800; or.b32 r, r, t;"
+    "shr.u32 t, p, 4; and.b32 t, t, 0x06000600; or.b32 r, r, t;",
+)
+_TWO_FACTORS = tl.constexpr("=r,=r,=r,=r,r" + 8 * ",r")  # behind the bytes; each is four registers of two floats
 FLOAT8_BF16 = _float8("bf16", 4, 0x07F007F0, 0x7B807B80)  # 2^120
 FLOAT8_FP16 = _float8("f16", 1, 0x3F803F80, 0x5C005C00)  # 2^8
 
@@ -106,6 +134,44 @@ def unpack_4_bits(b_codes, b_minus, b_scale, DTYPE: tl.constexpr, ASM: tl.conste
         return _call(SCALED_BF16, SCALED_FP16, _ONE_OPERAND, [b_codes, b_scale], IS_BF16)
     else:
         return _call(BOTH_BF16, BOTH_FP16, _TWO_OPERANDS, [b_codes, b_minus, b_scale], IS_BF16)
+
+
+@triton.jit
+def unpack_float4(b_codes, b_low, b_high, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Floats of ``DTYPE`` of the low and of the high halves of packed bytes of 4-bit floats, scaled.
+
+    ``b_low``, ``b_high``: exponents of their scales, int32 of one column, up to ``MAX_EXPONENT``.
+    """
+    IS_BF16: tl.constexpr = tl.bfloat16 == DTYPE
+    if ASM:
+        operands = [b_codes, _float4_factors(b_low, IS_BF16), _float4_factors(b_high, IS_BF16)]
+        return _call(FLOAT4_BF16, FLOAT4_FP16, _TWO_FACTORS, operands, IS_BF16)
+    else:
+        b_low_codes = (b_codes >> 1) & 15
+        b_high_codes = ((b_codes >> 4) & 8) | ((b_codes & 1) << 2) | ((b_codes >> 5) & 3)
+        return _scaled_float4(b_low_codes, b_low).to(DTYPE), _scaled_float4(b_high_codes, b_high).to(DTYPE)
+
+
+@triton.jit
+def _float4_factors(b_exponents, IS_BF16: tl.constexpr):
+    """Pairs of equal 16-bit floats, as int32, that make numbers of 4-bit floats' bits in their places.
+
+    Those are 2^-126 of the numbers in bfloat16, and 2^-14 in float16, where small powers are rounded to nothing.
+    """
+    if IS_BF16:
+        return b_exponents * 0x00800080 + 0x3F003F00
+    else:
+        b_factors = ((b_exponents + 14) << 23).to(tl.float32, bitcast=True).to(tl.float16)
+        return b_factors.to(tl.int16, bitcast=True).to(tl.int32) * 0x00010001
+
+
+@triton.jit
+def _scaled_float4(b_codes, b_exponents):
+    """Float32 of 4-bit floats times powers of two."""
+    b_wide = b_codes.to(tl.int32)
+    b_bits = ((b_wide & 8) << 28) | ((b_wide & 7) << 22)
+    b_power = tl.maximum(b_exponents << 23, 0x400000)  # 2^-127 has no exponent of its own
+    return b_bits.to(tl.float32, bitcast=True) * POWER_126 * b_power.to(tl.float32, bitcast=True)
 
 
 @triton.jit

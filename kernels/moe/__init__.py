@@ -35,9 +35,11 @@ def experts_mlp(x: Tensor, routing: Routing, experts: Experts) -> Tensor:
     Shapes:  x [N, E];  returns [N, E]; one dtype with the weights, everything contiguous on a GPU
     """
     if x.is_cuda and not x.requires_grad:
+        from .codes import can_multiply, experts_mlp_codes
         from .triton import experts_mlp_triton
 
-        return experts_mlp_triton(x, routing, experts)
+        product = experts_mlp_codes if can_multiply(x, experts) else experts_mlp_triton
+        return product(x, routing, experts)
     return cpu.experts_mlp(x, routing, experts)
 
 

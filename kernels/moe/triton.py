@@ -15,7 +15,7 @@ from torch import Tensor
 from ..fusion import FUSED
 from ..overlap import overlap_options
 from ..product_parts import VECTOR, power_of_2_below
-from .experts import Experts, Routing, SoftmaxOver, SwiGLU
+from .experts import CodedExperts, Experts, Routing, SoftmaxOver, SwiGLU
 from .route_kernel import route_kernel, sort_kernel
 from .sum_kernel import down_sum_kernel, gate_up_sum_kernel
 from .tile_kernel import combine_kernel, expert_tile_kernel
@@ -93,12 +93,14 @@ def route_triton(logits: Tensor, top_k: int, over: SoftmaxOver) -> Routing:
 
 
 def experts_mlp_triton(x: Tensor, routing: Routing, experts: Experts, *, tuning: Tuning | None = None) -> Tensor:
-    """See ``experts_mlp``. ``tuning``: launch parameters, and with them the kernels."""
-    assert x.is_contiguous() and all(part.is_contiguous() for part in (*routing, experts.gate_up, experts.down))
+    """See ``experts_mlp``; quantized matrices are written out. ``tuning``: launch parameters, and with them kernels."""
+    gate_up, down = experts.plain(x.dtype)
+    assert x.is_contiguous() and all(part.is_contiguous() for part in (*routing, gate_up, down))
+    experts = experts._replace(gate_up=gate_up, down=down)
     if not len(x):
         return torch.empty_like(x)
     if tuning is None:
-        tuning = choose_tuning(len(x), routing.experts.shape[1], len(experts.down))
+        tuning = choose_tuning(len(x), routing.experts.shape[1], experts.num_experts)
     if isinstance(tuning, ExpertSums):
         return _few_tokens(x, routing, experts, tuning)
     return _many_tokens(x, routing, experts, tuning)
@@ -161,7 +163,7 @@ def down_sums(inner: Tensor, routing: Routing, experts: Experts, launch: Sum) ->
 
 
 def _many_tokens(x: Tensor, routing: Routing, experts: Experts, tuning: ExpertTiles) -> Tensor:
-    plan = sort_by_expert(routing, len(experts.down), tuning.block_m)
+    plan = sort_by_expert(routing, experts.num_experts, tuning.block_m)
     inner = gate_up_tiles(x, routing, experts, plan, tuning)
     return combine(down_tiles(inner, routing, experts, plan, tuning), routing)
 
@@ -182,7 +184,7 @@ def down_tiles(inner: Tensor, routing: Routing, experts: Experts, plan: Plan, tu
 
 def _tile_product(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | CodedExperts,
     bias: Tensor | None,
     out: Tensor,
     routing: Routing,

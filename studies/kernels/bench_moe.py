@@ -133,7 +133,8 @@ def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def torch_products(sorted_x: Tensor, ends: Tensor, experts: Experts) -> Tensor:
-    return grouped(swiglu(grouped(sorted_x, experts.gate_up, ends)), experts.down, ends)
+    gate_up, down = experts.plain(sorted_x.dtype)
+    return grouped(swiglu(grouped(sorted_x, gate_up, ends)), down, ends)
 
 
 def sort_tokens(layer: Layer) -> tuple[Tensor, Tensor, Tensor]:

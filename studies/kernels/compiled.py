@@ -40,6 +40,7 @@ from qkv_engine.kernels.linear.packed import PackedCodes, pack
 from qkv_engine.kernels.linear.triton import ANY, TILES, few_rows_variant
 from qkv_engine.kernels.moe import SoftmaxOver, SwiGLU
 from qkv_engine.kernels.moe import triton as moe
+from qkv_engine.kernels.moe.code_kernel import expert_codes_kernel
 from qkv_engine.kernels.moe.route_kernel import route_kernel, sort_kernel
 from qkv_engine.kernels.moe.sum_kernel import down_sum_kernel, gate_up_sum_kernel
 from qkv_engine.kernels.moe.tile_kernel import combine_kernel, expert_tile_kernel
@@ -59,6 +60,7 @@ from qkv_engine.kernels.swiglu.triton import swiglu_kernel, swiglu_variant
 
 from .in_flight import overwritten
 from .inputs import PATTERN_SHAPES, dense_page, named_page, pattern_page, uniform_page
+from .moe_codes import coded_experts_kernels
 
 POINTERS = {"q_ptr": "*bf16", "arena_ptr": "*u8", "addresses_ptr": "*i64", "out_ptr": "*bf16", "o_ptr": "*fp32"}
 POINTERS |= {
@@ -112,6 +114,8 @@ def compile_kernel(kernel: Any, constexprs: dict[str, Any], tuning: Tuning, capa
         sides, stored = 1 + constexprs["GATED"], "u8" if constexprs["KIND"] == "int4" else "i8"
         types["x"] = f"tensordesc<bf16[{constexprs['BLOCK_M']}, {HALF}]>"
         types["codes"] = f"tensordesc<{stored}[{constexprs['BLOCK_N'] // sides}, {sides}, {HALF}]>"
+    if kernel is expert_codes_kernel:
+        types["scales_ptr"] = {"float4": "*i32", "float8": "*fp32"}.get(constexprs["KIND"], "*bf16")
     aligned = [n for n in names if n.endswith(("_ptr", "_offset", "_bank")) or n.startswith("stride") or n == "V"]
     source = ASTSource(
         fn=kernel,
@@ -360,6 +364,7 @@ def compiled_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
     yield from linear_kernels()
     yield from code_kernels()
     yield from moe_kernels()
+    yield from coded_experts_kernels()
     yield from delta_net_kernels()
     yield from sample_kernels()
 

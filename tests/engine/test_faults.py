@@ -220,26 +220,26 @@ def test_no_step_that_was_never_launched_holds_memory(caplog: pytest.LogCaptureF
     """A step under way breaks off when the next one could not be launched, as on a GPU that runs ahead."""
     caplog.set_level(logging.CRITICAL + 1, logger="qkv_engine")  # a record would hold its error's frames
     engine = Engine(small_demo(), kv_memory="16MiB")
-    core = engine._started.core
-    launch, backend = core.runner.backend.step, weakref.ref(core.runner.backend)
+    backend = weakref.ref(engine._started.core.runner.backend)
     calls = []
 
     def gone(*args: Any) -> Any:
         raise EngineDeadError("gone")
 
-    def step(command: Any) -> Any:
+    def step(command: Any, launch: Any = engine._started.core.runner.backend.step) -> Any:
         calls.append(command)
         if len(calls) == 4:
-            core.runs_ahead, core.runner.backend.wait = True, gone
+            engine._started.core.runs_ahead = True
+            engine._started.core.runner.backend.wait = gone
         return launch(command) if len(calls) < 5 else gone()
 
-    core.runner.backend.step = step
+    engine._started.core.runner.backend.step = step
     gc.disable()
     try:
         with pytest.raises(EngineDeadError, match="gone"):
             engine.generate([[5]], LONG)
         engine._loop._thread.join()
-        del core, launch
+        step.__defaults__ = None
         assert len(calls) == 5 and backend() is None
     finally:
         gc.enable()

@@ -20,6 +20,7 @@ from qkv_engine.kernels.formats import BlockLayout, PageLayout, PageShape, Side
 from qkv_engine.kernels.formats.uniform.layout import AXES, GROUPS, Uniform
 from qkv_engine.kernels.linear.triton import MAX_ROWS
 from qkv_engine.kernels.moe import SoftmaxOver
+from qkv_engine.kernels.moe import codes as moe_codes
 from qkv_engine.kernels.moe import triton as moe
 from qkv_engine.kernels.paged_prefill import triton as prefill_kernels
 from qkv_engine.kernels.seal import seal, seal_reference
@@ -38,6 +39,9 @@ from ..kernels import (
 )
 from ..kernels import (
     linear_codes_cases as codes_cases,
+)
+from ..kernels import (
+    moe_codes_cases as coded,
 )
 from ..kernels.format_pages import HEAD_DIMS, lay_apart, make_blocks
 from ..kernels.graded_cases import graded_sides, layouts
@@ -231,6 +235,19 @@ def experts(seed: int) -> Figure:
     return error, 1e-5 if dtype == FP32 else 4e-3
 
 
+def coded_experts(seed: int) -> Figure:
+    """Quantized experts of every kind, any number of tokens: as the engine launches, as others are, or tiny ones."""
+    rng = random.Random(seed)
+    kind, num, num_rows = rng.choice(list(coded.KINDS)), rng.choice((4, 8, 32)), rng.choice((1, 2, 3, 17, 64, 300))
+    dtype, top_k, bits = rng.choice((BF16, FP16)), rng.randint(1, 4), 4 if "4" in kind.split("/")[0] else 8
+    size, inner = (unit * rng.randint(1, 1 + 1500 // unit) for unit in coded.units(kind))
+    tuning = rng.choice((None, None, None, *moe_codes.TUNINGS[bits].values(), *coded.TUNINGS.values()))
+    activation, favourites = rng.choice((moe_cases.PLAIN, moe_cases.GPT_OSS)), rng.choice((None, None, 4))
+    with torch.device(DEVICE):
+        weights = coded.make_experts(kind, num, size, inner, dtype, bias=rng.random() < 0.5, activation=activation)
+        return coded.mlp_error(num_rows, weights, top_k, tuning, dtype, favourites), 4e-3
+
+
 def rope_kv_write(seed: int) -> Figure:
     """With and without norm, with and without a basis; pages in the model's dtype or another."""
     rng = random.Random(seed)
@@ -282,6 +299,7 @@ CASES: dict[Callable[[int], Figure], int] = {  # and how many seeds are run
     delta_net: 40,
     products: 24,
     experts: 40,
+    coded_experts: 30,
     rope_kv_write: 24,
     sample: 50,
     edits: 30,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
+from itertools import cycle
 
 import torch
 from triton.runtime.jit import JITFunction
@@ -27,6 +28,7 @@ from ..kernels import (
     linear_cases,
     linear_codes_cases,
     moe_cases,
+    moe_codes_cases,
     sample_cases,
     triton_decode_cases,
     triton_prefill_cases,
@@ -141,6 +143,18 @@ def experts() -> None:
                 assert moe_cases.mlp_error(9, weights, 2, tuning) < 4e-3
 
 
+def coded_experts() -> None:
+    """Every kind of quantized experts, pairs and tiles, and a last program that is not full; all 4-bit floats."""
+    with torch.device("cuda"):
+        for (kind, shape), tuning in zip(moe_codes_cases.KINDS.items(), cycle(moe_codes_cases.TUNINGS.values())):
+            weights = moe_codes_cases.make_experts(kind, 5, *shape, BF16, bias=True, activation=moe_cases.GPT_OSS)
+            assert moe_codes_cases.mlp_error(9, weights, 2, tuning, BF16) < 4e-3
+        for dtype in (BF16, torch.float16):
+            assert not moe_codes_cases.float4_values([*range(113, 129)], dtype)
+        assert not moe_codes_cases.float4_values([*range(16)], BF16)
+        assert moe_codes_cases.written_out_product(3, BF16) < 4e-3
+
+
 def sampling() -> None:
     """Greedy rows, draws, draws with limits; edits."""
     logits = torch.randn(3, 5000, device="cuda", dtype=BF16)
@@ -178,6 +192,7 @@ def main() -> None:
         delta_nets,
         quantized_products,
         experts,
+        coded_experts,
         sampling,
         block_tables,
     ):
