@@ -126,6 +126,11 @@ def _linear_codes(x: Tensor, weight: Weight, bias: Tensor | None, *, gated: bool
     return swiglu(out) if gated else out
 
 
+def packed_nbytes(weight: Weight) -> int:
+    """Bytes of a weight as kernels read it, rows filled up where they ask for it; tensors may have no memory."""
+    return weight_nbytes(pack(weight) if isinstance(weight, IntegerWeight | Float8Weight | Float4Weight) else weight)
+
+
 def weight_nbytes(weight: Weight) -> int:
     """Bytes of a weight's tensors."""
     held = weight.weight if isinstance(weight, SteadyWeight) else weight
@@ -148,6 +153,7 @@ __all__ = [
     "linear_swiglu_for",
     "pack_steadily",
     "pack_weight",
+    "packed_nbytes",
     "padded_rows",
     "reads_rows",
     "weight_nbytes",

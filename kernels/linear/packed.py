@@ -17,6 +17,7 @@ from .codes import BLOCK, FLOAT4_GROUP, Float4Weight, Float8Weight, IntegerWeigh
 
 MAX_SPAN = 128  # columns
 FLOAT4_SPAN = 2 * FLOAT4_GROUP  # either half of it has its own scale; two spans have a word of them
+PIECE_ROWS = 2**14  # of codes of 4 bits at a time: in between they take several times their bytes
 MAX_EXPONENT = 128  # of a scale of 4-bit floats that kernels multiply by, with its bias: 2.0
 
 
@@ -84,13 +85,15 @@ def pack(weight: IntegerWeight | Float8Weight | Float4Weight) -> PackedCodes:
     if isinstance(weight, Float4Weight):
         missing = -num_columns % (2 * FLOAT4_SPAN)
         codes, scales = pad(weight.codes, (0, missing // 2)), pad(weight.scales, (0, missing // FLOAT4_GROUP))
-        codes = _spread(_split(codes, FLOAT4_SPAN))
+        codes = torch.cat([_spread(_split(piece, FLOAT4_SPAN)) for piece in codes.split(PIECE_ROWS)])
         return PackedCodes(codes, scales, None, None, num_columns, FLOAT4_GROUP, FLOAT4_SPAN)
     if isinstance(weight, Float8Weight):
         group = BLOCK if weight.is_blockwise else num_columns
         return PackedCodes(weight.codes, weight.scales, None, None, num_columns, group, MAX_SPAN)
     span = min(weight.group, MAX_SPAN) if weight.group < num_columns else MAX_SPAN
-    codes = weight.codes if weight.bits == 8 else _split(weight.codes, span)
+    codes = weight.codes
+    if weight.bits == 4:
+        codes = torch.cat([_split(piece, span) for piece in codes.split(PIECE_ROWS)])
     return PackedCodes(codes, weight.scales, weight.zeros, weight.order, num_columns, weight.group, span)
 
 

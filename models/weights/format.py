@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qkv_engine.errors import ModelError
-from qkv_engine.kernels.linear import Weight, weight_nbytes
+from qkv_engine.kernels.linear import Weight, packed_nbytes
 
 from ..ranks import Part
 
@@ -100,9 +100,9 @@ class WeightFormat(Protocol):
 
 
 def format_nbytes(each: WeightFormat, rows: int, columns: int, dtype: torch.dtype) -> int:
-    """Bytes of a weight ``[rows, columns]``."""
+    """Bytes of a weight ``[rows, columns]``, as kernels read it."""
     with torch.device("meta"):
-        return weight_nbytes(each.empty(rows, columns, dtype))
+        return packed_nbytes(each.empty(rows, columns, dtype))
 
 
 def split_parts(name: str, each: CheckpointTensor, rows: Part, columns: Part) -> tuple[Part, ...]:
