@@ -93,7 +93,10 @@ def candidates(kind: str, block_m: int) -> Iterator[CodeTile]:
     """Launch parameters to try; an 8-bit code has half the columns in as many bytes."""
     for block_n, block_k, num_warps, num_stages in TILES[block_m]:
         columns = block_k if kind in FOUR_BITS else block_k // 2
-        yield CodeTile(block_n, columns, num_warps, num_stages, kind == "int4" and block_m >= 64)
+        if kind != "int4" or block_m < 64:
+            yield CodeTile(block_n, columns, num_warps, num_stages)
+        if kind == "int4" and block_m >= 32 and num_warps >= 4:
+            yield CodeTile(block_n, columns, num_warps, num_stages, scaled=True)
 
 
 def tuning_of(block_m: int, gate_up: CodeTile, down: CodeTile) -> Tuning:

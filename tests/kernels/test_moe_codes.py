@@ -90,6 +90,6 @@ def test_codes_become_floats_in_registers(case, capability: int, report: list[st
     assert found["spilled"] <= 16
     assert found["shared"] <= SHARED_NBYTES[capability] and (found["HMMA"] or found["HGMMA"])
     assert not found["overwritten"]
-    assert not re.search(r"convert_layout .*#blocked", step)
+    assert not re.search(r"convert_layout .*tensor<\d+x\d+x\w+, #blocked", step)
     passes = constexprs["SCALED"] and constexprs["KIND"] == "int4"
     assert step.count("local_alloc") == 2 * constexprs["SPANS"] * passes
