@@ -85,7 +85,7 @@ def pack(weight: IntegerWeight | Float8Weight | Float4Weight) -> PackedCodes:
         missing = -num_columns % (2 * FLOAT4_SPAN)
         codes, scales = pad(weight.codes, (0, missing // 2)), pad(weight.scales, (0, missing // FLOAT4_GROUP))
         codes = _spread(_split(codes, FLOAT4_SPAN))
-        return PackedCodes(codes, scales, None, None, num_columns, FLOAT4_GROUP, FLOAT4_SPAN)
+        return PackedCodes(codes, scales.contiguous(), None, None, num_columns, FLOAT4_GROUP, FLOAT4_SPAN)
     if isinstance(weight, Float8Weight):
         group = BLOCK if weight.is_blockwise else num_columns
         return PackedCodes(weight.codes, weight.scales, None, None, num_columns, group, MAX_SPAN)
