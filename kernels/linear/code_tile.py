@@ -92,13 +92,13 @@ def code_tile_kernel(
                     b_scale = tl.expand_dims(tl.load(scales_ptr + o_scale + span * SPAN // GROUP).to(DTYPE), -1)
                 b_codes = tl.load(p_codes, eviction_policy="evict_first")
                 b_low, b_high = unpack_4_bits(b_codes, b_minus, b_scale, DTYPE, ASM)
-                b_part = _product(b_low, b_x, b_part, SLICES)
+                b_part = product(b_low, b_x, b_part, SLICES)
                 b_x = _load_x(p_x + WIDTH, m_x, o_column + WIDTH, K, SPAN)
-                b_part = _product(b_high, b_x, b_part, SLICES)
+                b_part = product(b_high, b_x, b_part, SLICES)
             else:
                 m_codes = None if K % SPAN == 0 else o_column < K
                 b_codes = tl.load(p_codes, mask=m_codes, eviction_policy="evict_first")
-                b_part = _product(unpack_8_bits(b_codes, KIND, DTYPE, ASM), b_x, b_part, SLICES)
+                b_part = product(unpack_8_bits(b_codes, KIND, DTYPE, ASM), b_x, b_part, SLICES)
             if IS_CHANNEL or SCALED:
                 b_acc = b_part
             else:
@@ -186,7 +186,7 @@ def finished(b_acc):
 
 
 @triton.jit
-def _product(b_weight, b_x, b_acc, SLICES: tl.constexpr):
+def product(b_weight, b_x, b_acc, SLICES: tl.constexpr):
     """Tiles [N, K] and [M, K] -> [N, M], of each slice."""
     if SLICES == 1:
         return tl.dot(b_weight, tl.trans(b_x), b_acc)

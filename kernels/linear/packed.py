@@ -17,7 +17,7 @@ from .codes import BLOCK, FLOAT4_GROUP, Float4Weight, Float8Weight, IntegerWeigh
 
 MAX_SPAN = 128  # columns
 FLOAT4_SPAN = 2 * FLOAT4_GROUP  # either half of it has its own scale; two spans have a word of them
-PIECE_ROWS = 2**14  # of codes of 4 bits at a time: in between they take several times their bytes
+ROWS_AT_ONCE = 16_384  # that are packed
 MAX_EXPONENT = 128  # of a scale of 4-bit floats that kernels multiply by, with its bias: 2.0
 
 
@@ -85,15 +85,13 @@ def pack(weight: IntegerWeight | Float8Weight | Float4Weight) -> PackedCodes:
     if isinstance(weight, Float4Weight):
         missing = -num_columns % (2 * FLOAT4_SPAN)
         codes, scales = pad(weight.codes, (0, missing // 2)), pad(weight.scales, (0, missing // FLOAT4_GROUP))
-        codes = torch.cat([_spread(_split(piece, FLOAT4_SPAN)) for piece in codes.split(PIECE_ROWS)])
-        return PackedCodes(codes, scales, None, None, num_columns, FLOAT4_GROUP, FLOAT4_SPAN)
+        codes = _split(codes, FLOAT4_SPAN, spread=True)
+        return PackedCodes(codes, scales.contiguous(), None, None, num_columns, FLOAT4_GROUP, FLOAT4_SPAN)
     if isinstance(weight, Float8Weight):
         group = BLOCK if weight.is_blockwise else num_columns
         return PackedCodes(weight.codes, weight.scales, None, None, num_columns, group, MAX_SPAN)
     span = min(weight.group, MAX_SPAN) if weight.group < num_columns else MAX_SPAN
-    codes = weight.codes
-    if weight.bits == 4:
-        codes = torch.cat([_split(piece, span) for piece in codes.split(PIECE_ROWS)])
+    codes = weight.codes if weight.bits == 8 else _split(weight.codes, span)
     return PackedCodes(codes, weight.scales, weight.zeros, weight.order, num_columns, weight.group, span)
 
 
@@ -117,11 +115,18 @@ def unpack(packed: PackedCodes) -> IntegerWeight | Float8Weight | Float4Weight:
     return IntegerWeight(codes, packed.scales, packed.zeros, packed.order)
 
 
-def _split(codes: Tensor, span: int) -> Tensor:
-    """Bytes of neighbouring columns as bytes of both halves of a span, the last one filled with zeros."""
-    halves = torch.stack([codes & 15, codes >> 4], 2).flatten(1)
-    halves = pad(halves, (0, -halves.shape[1] % span)).view(len(codes), -1, 2, span // 2)
-    return (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
+def _split(codes: Tensor, span: int, *, spread: bool = False) -> Tensor:
+    """Bytes of neighbouring columns as bytes of both halves of a span, the last one filled with zeros.
+
+    Some rows at a time: those of many experts would take several times their memory. ``spread``: see ``_spread``.
+    """
+    found = codes.new_empty(len(codes), -(-codes.shape[1] * 2 // span) * span // 2)
+    for part, to in zip(codes.split(ROWS_AT_ONCE), found.split(ROWS_AT_ONCE), strict=True):
+        halves = torch.stack([part & 15, part >> 4], 2).flatten(1)
+        halves = pad(halves, (0, -halves.shape[1] % span)).view(len(part), -1, 2, span // 2)
+        bytes_of = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
+        to.copy_(_spread(bytes_of) if spread else bytes_of)
+    return found
 
 
 def _spread(codes: Tensor) -> Tensor:

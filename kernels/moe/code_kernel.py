@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..linear.code_tile import finished
+from ..linear.code_tile import finished, product
 from ..linear.unpack import minus_zeros, unpack_4_bits, unpack_8_bits, unpack_float4
 from ..overlap import let_next_start, wait_for_previous
 from ..product_parts import load_bias, load_columns, store_tile, weight_rows
@@ -16,14 +16,15 @@ def expert_codes_kernel(
     x_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr,
     N: tl.constexpr, TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
     SPAN: tl.constexpr, KIND: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPANS: tl.constexpr, STAGES: tl.constexpr, SCALED: tl.constexpr, WAITS: tl.constexpr, ASM: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    SLICES: tl.constexpr, SPANS: tl.constexpr, STAGES: tl.constexpr, SCALED: tl.constexpr, WAITS: tl.constexpr,
+    ASM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """``expert_tile_kernel`` with quantized weights.
 
     Without ``tiles`` each pair of token and expert is a tile of its own, its place is its number, and ``order`` holds
     the pairs' experts. A step takes SPANS spans of columns, as ``code_tile_kernel`` does; the last may end beyond the
-    row. With SCALED the elements are scaled, otherwise sums of columns that share their scales.
+    row. With SLICES each warp has columns of its own. With SCALED the elements are scaled, otherwise sums of columns
+    that share their scales.
 
     Shapes:  x [tokens or places, K];  codes [X N, bytes];  scales, zeros [X N, cdiv(K, GROUP)], with BLOCKS of blocks,
                  of 4-bit floats int32 [X N, cdiv(K, 128)], words of 4 exponents
@@ -37,7 +38,9 @@ def expert_codes_kernel(
     WIDTH: tl.constexpr = SPAN // 2 if HALVES else SPAN  # bytes of a span
     PAIRED: tl.constexpr = 2 if IS_FLOAT4 else 1  # spans, of which a row has all or none
     NUMBER: tl.constexpr = (K + SPAN * PAIRED - 1) // (SPAN * PAIRED) * PAIRED
-    STEP: tl.constexpr = SPAN * SPANS  # columns
+    PART: tl.constexpr = (NUMBER + SLICES * SPANS - 1) // (SLICES * SPANS) * SPANS  # spans of a slice
+    IS_WHOLE: tl.constexpr = PART * SLICES == NUMBER
+    STEP: tl.constexpr = SPAN * SPANS * SLICES  # columns
     ROW: tl.constexpr = NUMBER * WIDTH if HALVES else K
     GROUPS: tl.constexpr = NUMBER // 2 if IS_FLOAT4 else (K + GROUP - 1) // GROUP  # words, of 4-bit floats
     IS_CHANNEL: tl.constexpr = GROUPS == 1 and not IS_FLOAT4
@@ -66,63 +69,73 @@ def expert_codes_kernel(
     o_n += i_x.to(tl.int64) * N
     o_k = tl.arange(0, WIDTH)
     o_scale = (o_n // 128 if BLOCKS else o_n) * GROUPS
-    p_codes, p_x = codes_ptr + o_n[:, None] * ROW, x_ptr + o_row[:, None] * K
+    if SLICES == 1:
+        o_k, m_x, o_first, o_span = o_k[None, :], m_m[:, None], 0, 0
+        p_codes, p_x = codes_ptr + o_n[:, None] * ROW, x_ptr + o_row[:, None] * K
+        b_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    else:
+        o_k, m_x, o_first = o_k[None, None, :], m_m[None, :, None], tl.arange(0, SLICES) * PART
+        p_codes, p_x = codes_ptr + o_n[None, :, None] * ROW, x_ptr + o_row[None, :, None] * K
+        b_acc = tl.zeros([SLICES, BLOCK_N, BLOCK_M], tl.float32)
+        if not IS_CHANNEL:
+            o_scale = o_scale[None, :]
+        o_first, o_span = o_first[:, None, None], o_first[:, None]
     scales, zeros = (), ()
     for part in tl.static_range(SPANS if HAS_GROUPS else 1 if IS_CHANNEL else 0):
-        o_group = o_scale + part * SPAN // GROUP
+        o_group = o_scale
+        if HAS_GROUPS:
+            o_group += _group(o_span + part, SPAN, GROUP, GROUPS, IS_WHOLE)
         scales += (tl.load(scales_ptr + o_group),)  # type: ignore[assignment]
         if zeros_ptr is not None:
             zeros += (tl.load(zeros_ptr + o_group),)  # type: ignore[assignment]
     if tiles_ptr is None and not GATED:
         wait_for_previous(OVERLAP)
 
-    b_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for i in tl.range(0, NUMBER, SPANS, num_stages=STAGES):
+    for i in tl.range(0, PART, SPANS, num_stages=STAGES):
         if HAS_GROUPS:
             next_scales, next_zeros = (), ()  # of the next step, on their way during this one
-            ahead = tl.minimum(i + SPANS, NUMBER - SPANS) if NUMBER % SPANS == 0 else i + SPANS
             for part in tl.static_range(SPANS):
-                group = ahead + part if SPAN == GROUP else (ahead + part) * SPAN // GROUP
-                o_group = o_scale + (group if NUMBER % SPANS == 0 else tl.minimum(group, GROUPS - 1))
+                ahead = tl.minimum(i + SPANS, PART - SPANS) + part
+                o_group = o_scale + _group(o_span + ahead, SPAN, GROUP, GROUPS, IS_WHOLE)
                 next_scales += (tl.load(scales_ptr + o_group),)  # type: ignore[assignment]
                 if zeros_ptr is not None:
                     next_zeros += (tl.load(zeros_ptr + o_group),)  # type: ignore[assignment]
         for part in tl.static_range(SPANS):
             b_part = tl.zeros_like(b_acc) if HAS_SUMS else b_acc
-            o_byte, o_column = (i + part) * WIDTH + o_k[None, :], (i + part) * SPAN + o_k[None, :]
-            b_x = _load_x(p_x, m_m, o_column, K, STEP)
+            o_byte, o_column = (o_first + i + part) * WIDTH + o_k, (o_first + i + part) * SPAN + o_k
+            b_x = _load_x(p_x, m_x, o_column, K, STEP)
             if HALVES:
-                b_codes = load_columns(p_codes, o_byte, ROW, WIDTH * SPANS, EVICTION)
+                b_codes = load_columns(p_codes, o_byte, ROW, WIDTH * SPANS * SLICES, EVICTION)
                 if IS_FLOAT4:
                     if part % 2 == 0:
-                        word = i // 2 + part // 2
-                        if NUMBER % SPANS != 0:
-                            word = tl.minimum(word, GROUPS - 1)
-                        b_exponents = tl.expand_dims(tl.load(scales_ptr + o_scale + word), 1)
+                        o_word = o_scale + _group((o_span + i) // 2 + part // 2, 1, 1, GROUPS, IS_WHOLE)
+                        b_exponents = tl.expand_dims(tl.load(scales_ptr + o_word), -1)
                     b_exponent = (b_exponents >> (part % 2 * 16)) & 255
                     b_high_exponent = (b_exponents >> (part % 2 * 16 + 8)) & 255
                     b_low, b_high = unpack_float4(b_codes, b_exponent, b_high_exponent, DTYPE, ASM)
                 else:
                     b_minus, b_scale = None, None
                     if zeros_ptr is not None:
-                        b_minus = tl.expand_dims(minus_zeros(zeros[0 if IS_CHANNEL else part], DTYPE), 1)
+                        b_minus = tl.expand_dims(minus_zeros(zeros[0 if IS_CHANNEL else part], DTYPE), -1)
                     if SCALED:
-                        b_scale = tl.expand_dims(scales[part].to(DTYPE), 1)
+                        b_scale = tl.expand_dims(scales[part].to(DTYPE), -1)
                     b_low, b_high = unpack_4_bits(b_codes, b_minus, b_scale, DTYPE, ASM)
-                b_part = tl.dot(b_low, tl.trans(b_x), b_part)
-                b_x = _load_x(p_x, m_m, o_column + WIDTH, K, STEP)
-                b_part = tl.dot(b_high, tl.trans(b_x), b_part)
+                b_part = product(b_low, b_x, b_part, SLICES)
+                b_x = _load_x(p_x, m_x, o_column + WIDTH, K, STEP)
+                b_part = product(b_high, b_x, b_part, SLICES)
             else:
                 b_codes = load_columns(p_codes, o_byte, K, STEP, EVICTION)
-                b_part = tl.dot(unpack_8_bits(b_codes, KIND, DTYPE, ASM), tl.trans(b_x), b_part)
+                b_part = product(unpack_8_bits(b_codes, KIND, DTYPE, ASM), b_x, b_part, SLICES)
             if HAS_SUMS:
-                b_acc += b_part * tl.expand_dims(scales[part].to(tl.float32), 1)
+                b_acc += b_part * tl.expand_dims(scales[part].to(tl.float32), -1)
             else:
                 b_acc = b_part
         if WAITS and ASM:
             b_acc = finished(b_acc)
         if HAS_GROUPS:
             scales, zeros = next_scales, next_zeros
+    if SLICES > 1:
+        b_acc = tl.sum(b_acc, 0)
     if IS_CHANNEL:
         b_acc *= tl.expand_dims(scales[0].to(tl.float32), 1)  # type: ignore[misc]
     o_to = (o_place if GATED else o_pair).to(tl.int64)
@@ -130,7 +143,15 @@ def expert_codes_kernel(
 
 
 @triton.jit
-def _load_x(p_x, m_m, o_k, K: tl.constexpr, STEP: tl.constexpr):
-    """Columns ``o_k`` of the rows where ``m_m`` holds, zeros elsewhere and beyond K."""
-    m_x = m_m[:, None] if K % STEP == 0 else m_m[:, None] & (o_k < K)
+def _group(o_span, SPAN: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, IS_WHOLE: tl.constexpr):
+    """The group of a span, the last one for spans beyond the row."""
+    o_group = o_span if SPAN == GROUP else o_span * SPAN // GROUP
+    return o_group if IS_WHOLE else tl.minimum(o_group, GROUPS - 1)
+
+
+@triton.jit
+def _load_x(p_x, m_x, o_k, K: tl.constexpr, STEP: tl.constexpr):
+    """Columns ``o_k`` of the rows where ``m_x`` holds, zeros elsewhere and beyond K."""
+    if K % STEP != 0:
+        m_x = m_x & (o_k < K)
     return tl.load(p_x + o_k, mask=m_x, other=0.0)

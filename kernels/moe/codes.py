@@ -27,7 +27,7 @@ class CodeTile(NamedTuple):
     """Launch parameters of ``expert_codes_kernel``.
 
     Rows of the weight a program, columns of a step at most, steps under way; ``scaled``: integers of 4 bits are scaled
-    in place of the sums of a group.
+    in place of the sums of a group. ``slices``: parts of the columns, a warp each; 1: warps share them.
     """
 
     block_n: int
@@ -35,6 +35,7 @@ class CodeTile(NamedTuple):
     num_warps: int
     num_stages: int
     scaled: bool = False
+    slices: int = 1
 
 
 class PairTiles(NamedTuple):
@@ -55,19 +56,20 @@ class SortedTiles(NamedTuple):
 Tuning = PairTiles | SortedTiles
 
 # By the bits of a code and the most tokens an expert, on average over all experts, that each serves.
+# Those of few tokens are what was fastest for products of layers.
 TUNINGS: dict[int, dict[float, Tuning]] = {
     4: {
-        0.25: PairTiles(CodeTile(64, 256, 4, 3), CodeTile(64, 256, 4, 3)),
-        1.0: SortedTiles(8, CodeTile(64, 256, 4, 3), CodeTile(64, 256, 4, 3)),
-        4.0: SortedTiles(16, CodeTile(64, 256, 2, 3), CodeTile(64, 256, 2, 3)),
+        0.25: PairTiles(CodeTile(32, 128, 4, 4, slices=4), CodeTile(32, 128, 4, 4, slices=4)),
+        1.0: SortedTiles(8, CodeTile(32, 128, 4, 4, slices=4), CodeTile(32, 128, 4, 4, slices=4)),
+        4.0: SortedTiles(16, CodeTile(32, 128, 4, 4, slices=4), CodeTile(32, 128, 4, 4, slices=4)),
         16.0: SortedTiles(32, CodeTile(64, 128, 4, 4), CodeTile(64, 128, 4, 4)),
         64.0: SortedTiles(64, CodeTile(64, 128, 4, 3, True), CodeTile(64, 128, 4, 3, True)),
         float("inf"): SortedTiles(128, CodeTile(128, 128, 8, 2, True), CodeTile(128, 128, 8, 2, True)),
     },
     8: {
-        0.25: PairTiles(CodeTile(64, 128, 4, 4), CodeTile(64, 128, 4, 4)),
-        1.0: SortedTiles(8, CodeTile(64, 128, 4, 4), CodeTile(64, 128, 4, 4)),
-        4.0: SortedTiles(16, CodeTile(64, 128, 2, 3), CodeTile(64, 128, 2, 3)),
+        0.25: PairTiles(CodeTile(16, 128, 4, 4, slices=4), CodeTile(16, 128, 4, 4, slices=4)),
+        1.0: SortedTiles(8, CodeTile(16, 128, 4, 4, slices=4), CodeTile(16, 128, 4, 4, slices=4)),
+        4.0: SortedTiles(16, CodeTile(32, 128, 4, 3, slices=4), CodeTile(32, 128, 4, 3, slices=4)),
         16.0: SortedTiles(32, CodeTile(64, 128, 4, 4), CodeTile(64, 128, 4, 4)),
         64.0: SortedTiles(64, CodeTile(64, 128, 4, 3), CodeTile(64, 128, 4, 3)),
         float("inf"): SortedTiles(128, CodeTile(128, 128, 8, 2), CodeTile(128, 128, 8, 2)),
@@ -151,7 +153,10 @@ def codes_variant(
     launch = tuning.down if activation is None else tuning.gate_up
     block_m = tuning.block_m if isinstance(tuning, SortedTiles) else PAIR_TILE
     paired = 2 if weight.kind == "float4" else 1
-    number, most = weight.num_spans // paired, max(1, launch.block_k // (weight.span * paired))
+    number, most = (
+        triton.cdiv(weight.num_spans // paired, launch.slices),
+        max(1, launch.block_k // (weight.span * paired)),
+    )
     has_groups = weight.group < weight.num_columns
     is_scaled = weight.kind == "float4" or (weight.kind == "int4" and has_groups and launch.scaled)
     constexprs = {
@@ -160,6 +165,7 @@ def codes_variant(
         "ACTIVATION": activation,
         "BLOCK_M": block_m,
         "BLOCK_N": launch.block_n,
+        "SLICES": launch.slices,
         "SPANS": paired * triton.cdiv(number, triton.cdiv(number, most)),
         "STAGES": launch.num_stages,
         "SCALED": is_scaled,

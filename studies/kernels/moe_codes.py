@@ -64,23 +64,22 @@ SHAPES = {
     "qwen3-30b-a3b": Shape(2048, 768, 128, 8, 128),
     "gpt-oss-20b": Shape(2880, 2880, 32, 4, 64, SwiGLU(alpha=1.702, limit=7.0, shift=1.0), bias=True),
 }
-# Launch parameters to try, by tokens of a tile (0: pairs) and bits of a code; columns are those of 4 bits.
+# Launch parameters to try, by tokens of a tile (0: pairs): rows of the weight, columns of 4 bits, warps, stages and
+# slices.
+FEW = (
+    *((32, 128, 4, 4, 4), (32, 128, 4, 3, 4), (16, 128, 4, 4, 4), (16, 256, 4, 3, 4), (32, 256, 4, 3, 4)),
+    *((32, 256, 2, 3, 2), (64, 256, 4, 3, 1), (64, 128, 4, 6, 1), (64, 256, 2, 3, 1)),
+)
 TILES = {
-    0: (
-        *((64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 3), (64, 256, 4, 4), (128, 128, 4, 4), (128, 256, 4, 3)),
-        *((64, 128, 2, 5), (64, 256, 2, 3), (32, 128, 2, 6), (32, 256, 1, 4), (32, 256, 2, 4), (16, 256, 1, 4)),
+    0: (*FEW, (128, 256, 4, 3, 1), (16, 128, 2, 4, 2), (32, 256, 1, 4, 1)),
+    8: (*FEW, (128, 256, 4, 3, 1)),
+    16: (*FEW, (64, 128, 2, 4, 1), (32, 256, 2, 4, 1), (64, 256, 2, 3, 2)),
+    32: (
+        *((64, 256, 4, 3, 1), (64, 128, 4, 4, 1), (64, 256, 2, 3, 1), (64, 128, 2, 4, 1), (128, 128, 8, 4, 1)),
+        *((128, 128, 4, 3, 1), (32, 128, 4, 3, 4)),
     ),
-    8: (
-        *((64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 3), (64, 256, 4, 4), (128, 128, 4, 4), (128, 256, 4, 3)),
-        *((64, 128, 2, 5), (32, 128, 2, 6), (128, 128, 8, 4)),
-    ),
-    16: (
-        *((64, 256, 2, 3), (64, 128, 2, 4), (64, 256, 2, 4), (64, 256, 4, 3), (64, 128, 4, 4), (128, 128, 4, 4)),
-        *((32, 256, 2, 4), (32, 256, 1, 3), (128, 256, 8, 3)),
-    ),
-    32: ((64, 256, 4, 3), (64, 128, 4, 4), (64, 256, 2, 3), (64, 128, 2, 4), (128, 128, 8, 4), (128, 128, 4, 3)),
-    64: ((64, 128, 4, 3), (64, 128, 4, 4), (128, 128, 8, 3), (128, 128, 4, 3), (128, 64, 4, 4)),
-    128: ((64, 128, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3), (64, 128, 4, 2)),
+    64: ((64, 128, 4, 3, 1), (64, 128, 4, 4, 1), (128, 128, 8, 3, 1), (128, 128, 4, 3, 1), (128, 64, 4, 4, 1)),
+    128: ((64, 128, 4, 3, 1), (128, 128, 8, 2, 1), (128, 128, 8, 3, 1), (64, 128, 4, 2, 1)),
 }
 
 
@@ -91,11 +90,11 @@ def fits(kind: str, shape: Shape) -> bool:
 
 def candidates(kind: str, block_m: int) -> Iterator[CodeTile]:
     """Launch parameters to try; an 8-bit code has half the columns in as many bytes."""
-    for block_n, block_k, num_warps, num_stages in TILES[block_m]:
+    for block_n, block_k, num_warps, num_stages, slices in TILES[block_m]:
         columns = block_k if kind in FOUR_BITS else block_k // 2
         if kind != "int4" or block_m < 64:
-            yield CodeTile(block_n, columns, num_warps, num_stages)
-        if kind == "int4" and block_m >= 32 and num_warps >= 4:
+            yield CodeTile(block_n, columns, num_warps, num_stages, slices=slices)
+        if kind == "int4" and block_m >= 32 and num_warps >= 4 and slices == 1:
             yield CodeTile(block_n, columns, num_warps, num_stages, scaled=True)
 
 

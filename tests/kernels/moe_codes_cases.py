@@ -30,8 +30,8 @@ from .moe_cases import GPT_OSS, PLAIN, make_routing
 
 Weight = IntegerWeight | Float8Weight | Float4Weight
 TUNINGS: dict[str, Tuning] = {
-    "pairs": PairTiles(CodeTile(32, 128, 2, 3), CodeTile(16, 256, 2, 2)),
-    "small tiles": SortedTiles(8, CodeTile(16, 256, 2, 3), CodeTile(32, 64, 2, 3)),
+    "pairs": PairTiles(CodeTile(32, 128, 2, 3), CodeTile(16, 256, 2, 2, slices=2)),
+    "small tiles": SortedTiles(8, CodeTile(16, 64, 2, 3, slices=2), CodeTile(32, 64, 2, 3)),
     "large tiles": SortedTiles(32, CodeTile(64, 64, 4, 3, scaled=True), CodeTile(64, 128, 4, 3, scaled=True)),
 }
 KINDS = {  # and sizes that it takes: of rows, and of inner features
