@@ -81,7 +81,7 @@ def code_tile_kernel(
             b_part = b_acc if IS_CHANNEL or SCALED else tl.zeros_like(b_acc)
             p_codes, p_x = codes_ptr + o_code + span * WIDTH, x_ptr + o_x + span * SPAN
             o_column = (first + span) * SPAN + o_k
-            b_x = _load_x(p_x, m_x, o_column, K, SPAN)
+            b_x = load_x(p_x, m_x, o_column, K, SPAN)
             if KIND == "int4":
                 b_minus = None
                 if zeros_ptr is not None:
@@ -93,7 +93,7 @@ def code_tile_kernel(
                 b_codes = tl.load(p_codes, eviction_policy="evict_first")
                 b_low, b_high = unpack_4_bits(b_codes, b_minus, b_scale, DTYPE, ASM)
                 b_part = product(b_low, b_x, b_part, SLICES)
-                b_x = _load_x(p_x + WIDTH, m_x, o_column + WIDTH, K, SPAN)
+                b_x = load_x(p_x + WIDTH, m_x, o_column + WIDTH, K, SPAN)
                 b_part = product(b_high, b_x, b_part, SLICES)
             else:
                 m_codes = None if K % SPAN == 0 else o_column < K
@@ -172,8 +172,8 @@ def add_splits(sums: Tensor, bias: Tensor | None, out: Tensor, *, gated: bool, f
 
 
 @triton.jit
-def _load_x(p_x, m_x, o_k, K: tl.constexpr, SPAN: tl.constexpr):
-    """Columns ``o_k`` of a tile of rows, zeros beyond K."""
+def load_x(p_x, m_x, o_k, K: tl.constexpr, SPAN: tl.constexpr):
+    """Columns ``o_k`` of the rows where ``m_x`` holds, zeros elsewhere and beyond K; SPAN are a step."""
     if K % SPAN != 0:
         m_x = m_x & (o_k < K)
     return tl.load(p_x, mask=m_x, other=0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..linear.code_tile import finished, product
+from ..linear.code_tile import finished, load_x, product
 from ..linear.unpack import minus_zeros, unpack_4_bits, unpack_8_bits, unpack_float4
 from ..overlap import let_next_start, wait_for_previous
 from ..product_parts import load_bias, load_columns, store_tile, weight_rows
@@ -103,7 +103,7 @@ def expert_codes_kernel(
         for part in tl.static_range(SPANS):
             b_part = tl.zeros_like(b_acc) if HAS_SUMS else b_acc
             o_byte, o_column = (o_first + i + part) * WIDTH + o_k, (o_first + i + part) * SPAN + o_k
-            b_x = _load_x(p_x, m_x, o_column, K, STEP)
+            b_x = load_x(p_x + o_column, m_x, o_column, K, STEP)
             if HALVES:
                 b_codes = load_columns(p_codes, o_byte, ROW, WIDTH * SPANS * SLICES, EVICTION)
                 if IS_FLOAT4:
@@ -121,7 +121,7 @@ def expert_codes_kernel(
                         b_scale = tl.expand_dims(scales[part].to(DTYPE), -1)
                     b_low, b_high = unpack_4_bits(b_codes, b_minus, b_scale, DTYPE, ASM)
                 b_part = product(b_low, b_x, b_part, SLICES)
-                b_x = _load_x(p_x, m_x, o_column + WIDTH, K, STEP)
+                b_x = load_x(p_x + o_column + WIDTH, m_x, o_column + WIDTH, K, STEP)
                 b_part = product(b_high, b_x, b_part, SLICES)
             else:
                 b_codes = load_columns(p_codes, o_byte, K, STEP, EVICTION)
@@ -147,11 +147,3 @@ def _group(o_span, SPAN: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr
     """The group of a span, the last one for spans beyond the row."""
     o_group = o_span if SPAN == GROUP else o_span * SPAN // GROUP
     return o_group if IS_WHOLE else tl.minimum(o_group, GROUPS - 1)
-
-
-@triton.jit
-def _load_x(p_x, m_x, o_k, K: tl.constexpr, STEP: tl.constexpr):
-    """Columns ``o_k`` of the rows where ``m_x`` holds, zeros elsewhere and beyond K."""
-    if K % STEP != 0:
-        m_x = m_x & (o_k < K)
-    return tl.load(p_x + o_k, mask=m_x, other=0.0)

@@ -18,7 +18,7 @@ from ..linear.codes import BLOCK
 from ..overlap import overlap_options
 from .code_kernel import expert_codes_kernel
 from .experts import CodedExperts, Experts, Routing, SwiGLU
-from .triton import Plan, combine, sort_by_expert
+from .triton import Plan, combine, first_serving, sort_by_expert
 
 PAIR_TILE = 8  # rows of a pair's tile, the fewest that tensor cores take
 
@@ -103,9 +103,8 @@ def experts_mlp_codes(x: Tensor, routing: Routing, experts: Experts, *, tuning: 
 
 
 def choose_tuning(num_rows: int, top_k: int, num_experts: int, bits: int) -> Tuning:
-    """The first of ``TUNINGS`` that serves so many; a single token has no experts to share."""
-    tokens_an_expert = num_rows * top_k / num_experts if num_rows > 1 else 0.0
-    return next(tuning for most, tuning in TUNINGS[bits].items() if tokens_an_expert <= most)
+    """The first of ``TUNINGS`` that serves so many."""
+    return first_serving(TUNINGS[bits], num_rows, top_k, num_experts)
 
 
 def gate_up_codes(x: Tensor, routing: Routing, experts: Experts, plan: Plan | None, tuning: Tuning) -> Tensor:
@@ -153,10 +152,8 @@ def codes_variant(
     launch = tuning.down if activation is None else tuning.gate_up
     block_m = tuning.block_m if isinstance(tuning, SortedTiles) else PAIR_TILE
     paired = 2 if weight.kind == "float4" else 1
-    number, most = (
-        triton.cdiv(weight.num_spans // paired, launch.slices),
-        max(1, launch.block_k // (weight.span * paired)),
-    )
+    number = triton.cdiv(weight.num_spans // paired, launch.slices)
+    most = max(1, launch.block_k // (weight.span * paired))
     has_groups = weight.group < weight.num_columns
     is_scaled = weight.kind == "float4" or (weight.kind == "int4" and has_groups and launch.scaled)
     constexprs = {

@@ -6,7 +6,8 @@ two products run over tiles of one expert's tokens, which read its weight once, 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -19,6 +20,8 @@ from .experts import CodedExperts, Experts, Routing, SoftmaxOver, SwiGLU
 from .route_kernel import route_kernel, sort_kernel
 from .sum_kernel import down_sum_kernel, gate_up_sum_kernel
 from .tile_kernel import combine_kernel, expert_tile_kernel
+
+T = TypeVar("T")
 
 COMBINE_TILE = 1024
 
@@ -128,9 +131,14 @@ def most_tiles(num_rows: int, top_k: int, num_experts: int, block_m: int) -> int
 
 
 def choose_tuning(num_rows: int, top_k: int, num_experts: int) -> Tuning:
-    """The first of ``TUNINGS`` that serves so many; one token reads each weight once, however few experts there are."""
+    """The first of ``TUNINGS`` that serves so many."""
+    return first_serving(TUNINGS, num_rows, top_k, num_experts)
+
+
+def first_serving(tunings: Mapping[float, T], num_rows: int, top_k: int, num_experts: int) -> T:
+    """Of ``tunings`` by the most tokens an expert; one token reads each weight once, however few experts there are."""
     tokens_an_expert = num_rows * top_k / num_experts if num_rows > 1 else 0.0
-    return next(tuning for most, tuning in TUNINGS.items() if tokens_an_expert <= most)
+    return next(tuning for most, tuning in tunings.items() if tokens_an_expert <= most)
 
 
 def _few_tokens(x: Tensor, routing: Routing, experts: Experts, tuning: ExpertSums) -> Tensor:

@@ -35,7 +35,7 @@ from qkv_engine.kernels.moe.tile_kernel import expert_tile_kernel
 from qkv_engine.kernels.overlap import overlap_options
 from qkv_engine.kernels.swiglu import swiglu
 
-from .timing import time_calls
+from .timing import time_us
 
 SIZE, INNER, EXPERTS, TOP_K = 2048, 768, 128, 8
 EXPERT_NBYTES = 3 * SIZE * INNER * 2
@@ -151,15 +151,6 @@ def torch_layer(layer: Layer) -> Tensor:
     pairs = torch.empty_like(sorted_x).index_copy_(0, order, torch_products(sorted_x, ends, layer.experts))
     weighted = pairs.view(-1, TOP_K, SIZE).float() * layer.routing.weights[:, :, None]
     return weighted.sum(1).to(layer.x.dtype)
-
-
-def time_us(calls: list[Callable[[], Any]], what: str) -> float | None:
-    """Microseconds, or None where something fails."""
-    try:
-        return 1e6 * time_calls(calls)
-    except Exception as error:
-        print(f"  {what}: {type(error).__name__} {str(error)[:100]}", flush=True)
-        return None
 
 
 def sum_inners(layers: list[Layer], launch: moe.Sum) -> list[Tensor]:

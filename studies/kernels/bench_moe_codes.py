@@ -57,7 +57,7 @@ from .moe_codes import (
     tried,
     tuning_of,
 )
-from .timing import time_calls
+from .timing import time_us
 
 COPIES, ROUTINGS = 3, 2  # of the weights, which exceed L2; routings of each copy
 BOUND = 5e-3  # relative error
@@ -70,15 +70,6 @@ def error_of(layer: Layer, plain: Experts) -> float:
     out, expected = experts_mlp(*layer), reference.experts_mlp(*layer[:2], plain).double()
     error = float((out.double() - expected).norm() / expected.norm())
     return error if torch.equal(out, experts_mlp(*layer)) and error == error else float("inf")
-
-
-def time_us(calls: list[Callable[[], Any]], what: str) -> float | None:
-    """Microseconds, or None where something fails."""
-    try:
-        return 1e6 * time_calls(calls)
-    except Exception as error:
-        print(f"  {what}: {type(error).__name__} {str(error)[:100]}", flush=True)
-        return None
 
 
 def products(layers: list[Layer], tuning: Tuning) -> dict[str, list[Callable[[], Any]]]:

@@ -30,3 +30,12 @@ def time_calls(calls: Sequence[Callable[[], Any]]) -> float:
         end.record()
     torch.cuda.synchronize()
     return float(statistics.median(s.elapsed_time(e) for s, e in events)) / 1e3 / len(calls)
+
+
+def time_us(calls: Sequence[Callable[[], Any]], what: str) -> float | None:
+    """Microseconds, or None where something fails."""
+    try:
+        return 1e6 * time_calls(calls)
+    except Exception as error:
+        print(f"  {what}: {type(error).__name__} {str(error)[:100]}", flush=True)
+        return None
