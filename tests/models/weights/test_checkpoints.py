@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from contextlib import contextmanager
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from qkv_engine import Engine, SamplingParams
 from qkv_engine.bench.roofline import count_weights
 from qkv_engine.bench.sizing import Machine, kv_nbytes
 from qkv_engine.errors import ModelError
@@ -23,6 +21,7 @@ from qkv_engine.models.weights.codes import unpack_words
 from qkv_engine.models.weights.loading import UNUSED, quantized_layers
 
 from ..conftest import CPU
+from .loads import bar_of, check_tokens
 from .ranks import check_two_ranks, logits_on_ranks
 from .writers import FORMS, quantize
 
@@ -154,32 +153,18 @@ def test_the_digest_samples_codes_scales_and_zeros(name, source, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq act-order", "fp8 blocks"])
-def test_greedy_tokens_are_those_of_the_unpacked_weights(name, source, tmp_path):
+def test_greedy_tokens_are_those_of_the_unpacked_weights(name, source, tmp_path, monkeypatch):
     plain = quantize(source, tmp_path / "model", FORMS[name])
-    params, tokens = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True), []
-    for folder in (tmp_path / "model", plain):
-        with Engine(folder, kv="fp32", kv_memory="8MiB", device="cpu", max_model_len=128) as engine:
-            outputs = engine.generate([IDS.tolist(), IDS[:3].tolist() * 10], params)
-            tokens.append([each.outputs[0].token_ids for each in outputs])
-    assert tokens[0] == tokens[1]
-    assert len({*tokens[0][0], *tokens[0][1]}) > 4
+    first, second = check_tokens(plain, tmp_path / "model", IDS.tolist(), 40, monkeypatch)
+    assert len({*first, *second}) > 4
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("name", ["int4 zeros", "int8 channel", "awq", "gptq", "fp8"])
 def test_the_bar_counts_all_that_is_read(name, num_ranks, source, tmp_path, monkeypatch):
     quantize(source, tmp_path / "model", FORMS[name])
-    found, bars = find_model(str(tmp_path / "model")), []
-
-    @contextmanager
-    def progress(total):
-        read = []
-        yield read.append
-        bars.append((total, sum(read)))
-
-    monkeypatch.setattr(loader, "progress", progress)
-    load_weights(found, dtype=torch.float32, device=CPU, ranks=Ranks(num_ranks - 1, num_ranks))
-    ((total, read),) = bars
+    found, ranks = find_model(str(tmp_path / "model")), Ranks(num_ranks - 1, num_ranks)
+    total, read = bar_of(lambda: load_weights(found, dtype=torch.float32, device=CPU, ranks=ranks), monkeypatch)
     codes = sum(x.nbytes for end, x in load_file(tmp_path / "model" / "model.safetensors").items() if "_proj" in end)
     assert read == total > 0.9 * codes / num_ranks
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from qkv_engine import Engine, SamplingParams
 from qkv_engine.bench.roofline import count_weights
 from qkv_engine.errors import ModelError
 from qkv_engine.kernels.linear import weight_nbytes
@@ -22,6 +21,7 @@ from qkv_engine.models.registry import build_model
 from qkv_engine.models.weights.loading import quantized_tensors
 from qkv_engine.models.weights.plain import PLAIN
 
+from .loads import check_tokens
 from .ranks import check_two_ranks, logits_on_ranks
 from .sizes import held_nbytes
 from .writers import FORMS, quantize, unstack
@@ -105,14 +105,8 @@ def test_values_are_those_of_the_unpacked_experts(name, sources, tmp_path, load,
 )
 def test_greedy_tokens_are_those_of_the_unpacked_experts(family, form, sources, tmp_path, monkeypatch):
     plain = quantize(sources(family), tmp_path / "model", FORMS[form], left=GATES)
-    params, tokens = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True), []
-    for folder, is_unpacked in ((plain, True), (tmp_path / "model", True), (tmp_path / "model", False)):
-        monkeypatch.setattr(loader, "is_unpacked", lambda device, is_unpacked=is_unpacked: is_unpacked)
-        with Engine(folder, kv="fp32", kv_memory="8MiB", device="cpu", max_model_len=128) as engine:
-            outputs = engine.generate([IDS.tolist(), IDS[:3].tolist() * 10], params)
-            tokens.append([each.outputs[0].token_ids for each in outputs])
-    assert tokens[0] == tokens[1] == tokens[2]
-    assert len({*tokens[0][0], *tokens[0][1]}) > 4
+    first, second = check_tokens(plain, tmp_path / "model", IDS.tolist(), 30, monkeypatch)
+    assert len({*first, *second}) > 4
 
 
 @pytest.mark.parametrize("is_unpacked", [True, False])

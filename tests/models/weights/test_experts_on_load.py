@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +21,7 @@ from qkv_engine.models.registry import build_model
 from qkv_engine.models.weights.on_load import OnLoad
 
 from ..conftest import CPU, config_class
+from .loads import bar_of
 from .peaks import load_peak, write_ones
 from .ranks import logits_on_ranks
 from .sizes import held_nbytes
@@ -130,17 +130,8 @@ def test_two_ranks_compute_the_logits_of_one(family, is_unpacked, sources, monke
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss", STACKED])
 def test_the_bar_counts_all_that_is_read(family, num_ranks, sources, monkeypatch):
-    bars = []
-
-    @contextmanager
-    def progress(total):
-        read = []
-        yield read.append
-        bars.append((total, sum(read)))
-
-    monkeypatch.setattr(loader, "progress", progress)
-    load_as(sources(family), "int8", ranks=Ranks(num_ranks - 1, num_ranks))
-    ((total, read),) = bars
+    ranks = Ranks(num_ranks - 1, num_ranks)
+    total, read = bar_of(lambda: load_as(sources(family), "int8", ranks=ranks), monkeypatch)
     assert read == total > 0
 
 

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from qkv_engine import Engine, SamplingParams
 from qkv_engine.errors import ModelError
 from qkv_engine.kernels.linear import dequantize
 from qkv_engine.models import loader
@@ -19,6 +18,7 @@ from qkv_engine.models.loader import weights_nbytes
 from qkv_engine.models.weights.mxfp4 import Mxfp4
 
 from ..conftest import CPU
+from .loads import check_tokens
 from .peaks import load_peak
 from .ranks import check_two_ranks, logits_on_ranks
 from .sizes import held_nbytes
@@ -177,13 +177,7 @@ def test_experts_of_other_families_are_refused(make_reference, tmp_path, load):
 
 def test_greedy_tokens_are_those_of_the_unpacked_experts(source, tmp_path, monkeypatch):
     plain = write(source, tmp_path / "model")
-    params, tokens = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True), []
-    for folder, is_unpacked in ((plain, True), (tmp_path / "model", True), (tmp_path / "model", False)):
-        monkeypatch.setattr(loader, "is_unpacked", lambda device, is_unpacked=is_unpacked: is_unpacked)
-        with Engine(folder, kv="fp32", kv_memory="8MiB", device="cpu", max_model_len=128) as engine:
-            outputs = engine.generate([IDS.tolist(), IDS[:3].tolist() * 10], params)
-            tokens.append([each.outputs[0].token_ids for each in outputs])
-    assert tokens[0] == tokens[1] == tokens[2]
+    check_tokens(plain, tmp_path / "model", IDS.tolist(), 40, monkeypatch)
 
 
 @pytest.mark.parametrize("is_unpacked", [True, False])
