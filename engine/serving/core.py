@@ -165,8 +165,11 @@ class EngineCore:
             self._disk.close()
         del self.runner, self.scheduler, self.recovery, self.registry, self.basis_watch, self.resizer, self.sleeper
 
-    def save_all(self, seconds: float) -> None:
-        """Has all that is cached idle written to files, as far as it comes in so many seconds; before ``free``."""
+    def save_all(self, seconds: float) -> bool:
+        """Has all that is cached idle written to files, as far as it comes in so many seconds; before ``free``.
+
+        Returns whether nothing broke off, the steps under way included.
+        """
         deadline = time.monotonic() + seconds
         try:
             while self._in_flight:
@@ -177,6 +180,8 @@ class EngineCore:
                 self._carry_out_or_wait()
         except Exception as error:
             logger.warning("what is cached is not all saved: %s", error)
+            return False
+        return True
 
     def step(self) -> None:
         """Launches the next step, then waits for the steps under way: all, or all but the new one if it may run ahead.

@@ -194,11 +194,10 @@ class EngineLoop:
             _keep_for_ever(self)
         else:
             _forget_frames(error)
-            if is_closed:
-                self._core.save_all(SAVE_SECONDS)
+            ended_well = is_closed and self._core.save_all(SAVE_SECONDS)
             self._core.free()
-            if not is_closed:
-                gc.collect()  # a step that was not launched and its error's frames hold each other, and the model
+            if not ended_well:
+                gc.collect()  # a step that broke off and its error's frames hold each other, and the model
 
     def _serve(self) -> None:
         """Runs steps and commands until the engine is closed, and recovers from their errors."""

@@ -72,13 +72,14 @@ def _float4(kind: str, low: str, high: str) -> tl.constexpr:
 
     ``low`` and ``high`` bring sign, exponent and mantissa to their places in r, from a byte that stands in either half
     of the 16 bits of p, its copy in the lower half a bit to the left of its place. Operands behind the bytes multiply
-    them, a pair of floats for each byte, which are equal: first of the low halves, then of the high ones.
+    them, a pair of floats for each byte: first of the low halves, then of the high ones. Two neighbours are of one row
+    and have equal factors; the next two may be of another row, as operands of tensor cores lie.
     """
     lines = ["{ .reg .b32 w, p, t, u, r, none; mov.b32 none, 0x80008000; shl.b32 w, $4, 1;"]
     for number, places in enumerate((0x1504, 0x3726)):
         lines.append(f"prmt.b32 p, $4, w, {places:#x};")
-        lines.append(f"{low} fma.rn.{kind}x2 ${number}, r, $5, none;")
-        lines.append(f"{high} fma.rn.{kind}x2 ${number + 2}, r, $9, none;")
+        lines.append(f"{low} fma.rn.{kind}x2 ${number}, r, ${5 + 2 * number}, none;")
+        lines.append(f"{high} fma.rn.{kind}x2 ${number + 2}, r, ${9 + 2 * number}, none;")
     return tl.constexpr("\n".join([*lines, "}"]))
 
 

@@ -60,7 +60,7 @@ from .moe_codes import (
 from .timing import time_us
 
 COPIES, ROUTINGS = 3, 2  # of the weights, which exceed L2; routings of each copy
-BOUND = 5e-3  # relative error
+BOUND = 1e-2  # relative error; elements of 4 bits that are rounded once scaled make 5e-3
 TUNED = {"float4": "gpt-oss-20b", "int4": "qwen3-30b-a3b", "int8": "qwen3-30b-a3b"}  # and the shape in which
 PROCESSES = 14  # that compile
 

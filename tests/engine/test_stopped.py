@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
+import time
 import weakref
 from typing import Any
 
@@ -61,3 +63,39 @@ def test_no_step_that_was_never_launched_holds_memory(caplog: pytest.LogCaptureF
     finally:
         gc.enable()
     engine.close()
+
+
+def test_a_step_that_breaks_off_while_closing_holds_no_memory(caplog: pytest.LogCaptureFixture):
+    """The step under way ends well, the one ahead of it does not, as where another rank stands still."""
+    caplog.set_level(logging.CRITICAL + 1, logger="qkv_engine")
+    engine = Engine(small_demo(), kv_memory="16MiB")
+    core = engine._started.core
+    backend, closing = weakref.ref(core.runner.backend), threading.Event()
+    core.runs_ahead = True
+
+    def wait(computed: Any, own: Any = core.runner.backend.wait) -> Any:
+        if engine._loop._closing:
+            raise EngineDeadError("gone")
+        found = own(computed)
+        if stream_began.is_set():
+            closing.set()
+            while not engine._loop._closing:
+                time.sleep(0.001)
+        return found
+
+    stream_began = threading.Event()
+    core.runner.backend.wait = wait
+    del core
+    gc.disable()
+    try:
+        stream = engine.stream([5], LONG)
+        next(stream)
+        stream_began.set()
+        closing.wait()
+        engine.close()
+        wait.__defaults__ = None
+        with pytest.raises(EngineDeadError, match="closed"):
+            list(stream)
+        assert backend() is None
+    finally:
+        gc.enable()

@@ -146,8 +146,9 @@ def experts() -> None:
 def coded_experts() -> None:
     """Every kind of quantized experts, pairs and tiles, and a last program that is not full; all 4-bit floats."""
     with torch.device("cuda"):
-        for (kind, shape), tuning in zip(moe_codes_cases.KINDS.items(), cycle(moe_codes_cases.TUNINGS.values())):
-            weights = moe_codes_cases.make_experts(kind, 5, *shape, BF16, bias=True, activation=moe_cases.GPT_OSS)
+        tunings, kinds = moe_codes_cases.TUNINGS.values(), moe_codes_cases.KINDS
+        for kind, tuning in [*zip(kinds, cycle(tunings), strict=False), *(("float4", each) for each in tunings)]:
+            weights = moe_codes_cases.make_experts(kind, 5, *kinds[kind], BF16, bias=True, activation=moe_cases.GPT_OSS)
             assert moe_codes_cases.mlp_error(9, weights, 2, tuning, BF16) < 4e-3
         for dtype in (BF16, torch.float16):
             assert not moe_codes_cases.float4_values([*range(113, 129)], dtype)

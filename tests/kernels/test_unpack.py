@@ -62,14 +62,20 @@ def test_integers_of_4_bits(dtype: torch.dtype) -> None:
     assert torch.equal(halves("BOTH", dtype, minus, scales), (less_zeros * both_scales).to(dtype))
 
 
-@pytest.mark.parametrize("exponent", [0, 1, 113, 118, 127, MAX_EXPONENT])
+@pytest.mark.parametrize("exponents", [(0, 1, 127, 113), (118, 127, 113, MAX_EXPONENT), (MAX_EXPONENT, 0, 1, 118)])
 @pytest.mark.parametrize(("dtype", "bias"), [(torch.bfloat16, 126), (torch.float16, 14)])
-def test_floats_of_4_bits(dtype: torch.dtype, bias: int, exponent: int) -> None:
-    """Bytes as they are packed; the operands make up for where bits stand. Signs of zeros, too."""
-    factor = words_of(torch.full((1024, 2), 2.0 ** (exponent - 127 + bias)).to(dtype))
-    inputs = {"$4": words_of(_spread(all_bytes())), **dict.fromkeys((f"${5 + number}" for number in range(8)), factor)}
+def test_floats_of_4_bits(dtype: torch.dtype, bias: int, exponents: tuple[int, ...]) -> None:
+    """Bytes as they are packed; the operands make up for where bits stand. Signs of zeros, too.
+
+    ``exponents``: of the low halves of two rows, of which two bytes are each, then of the high halves.
+    """
+    inputs = {"$4": words_of(_spread(all_bytes()))}
+    for half, exponent in enumerate(exponents):
+        factor = words_of(torch.full((1024, 2), 2.0 ** (exponent - 127 + bias)).to(dtype))
+        inputs |= {f"${5 + 2 * half + byte}": factor for byte in (0, 1)}
     found = torch.cat([pairs(each, dtype) for each in run(text_of("FLOAT4", dtype), inputs, OUTPUTS)], dim=1)
-    values = (SIGNED_FLOAT4[codes().int()].double() * 2.0 ** (exponent - 127)).to(dtype)
+    scales = torch.tensor([2.0 ** (exponent - 127) for exponent in exponents for _ in (0, 1)], dtype=torch.float64)
+    values = (SIGNED_FLOAT4[codes().int()].double() * scales).to(dtype)
     assert torch.equal(found.view(torch.int16), values.view(torch.int16))
 
 
