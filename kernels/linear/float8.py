@@ -49,7 +49,7 @@ TUNINGS = {
 }
 # The same by bulk copies on Hopper, of more rows than ``MAX_ROWS`` without SwiGLU, by the most rows of the weight: the
 # first has a multiprocessor to itself, the second shares it.
-BULK_TUNINGS = {4096: Float8Tuning(128, 64, 4, 6), 8192: Float8Tuning(128, 64, 4, 4)}
+BULK_TUNINGS = {4096: Float8Tuning(128, 64, 4, 6), 8192: Float8Tuning(128, 128, 8, 5)}
 MAX_ROWS = 128  # of any weight; up to the last entry of one with so few rows that torch's tiles leave processors idle
 FEW_OUT = 4096
 

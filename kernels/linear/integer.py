@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from ..fusion import FUSED
-from ..nvidia import is_hopper
+from ..nvidia import has_large_shared, is_hopper
 from ..overlap import overlap_options
 from ..product_parts import num_splits, power_of_2_below
 from ..swiglu import swiglu
@@ -60,18 +60,18 @@ Tuning = CodeTuning | CodeSums  # without bulk copies
 TUNINGS: dict[int, dict[int, Tuning]] = {
     4: {
         1: CodeSums(vectors=64, loads=16),
-        8: CodeTuning(8, 64, 1, 4, 4, 3, splits=8),
-        16: CodeTuning(16, 32, 4, 1, 4, 4, splits=2),
+        8: CodeTuning(8, 16, 4, 2, 4, 4),
+        16: CodeTuning(16, 64, 1, 2, 2, 4, splits=8),
         32: CodeTuning(32, 64, 1, 2, 4, 3, splits=4),
         64: CodeTuning(64, 128, 1, 1, 4, 3, splits=4),
         128: CodeTuning(128, 64, 1, 1, 4, 3, scaled=True, splits=4, waits=True),
         # A multiprocessor holds one.
-        256: CodeTuning(128, 128, 1, 1, 8, 4, scaled=True, splits=2, programs=132, waits=True),
+        256: CodeTuning(128, 128, 1, 1, 8, 3, scaled=True, splits=2, programs=132, waits=True),
     },
     8: {
         1: CodeSums(vectors=64, loads=16),
         8: CodeTuning(8, 16, 4, 1, 4, 4),
-        16: CodeTuning(16, 32, 4, 1, 4, 4, splits=2),
+        16: CodeTuning(16, 64, 1, 2, 2, 3, splits=4),
         32: CodeTuning(32, 64, 1, 2, 4, 3, splits=4),
         64: CodeTuning(64, 64, 1, 1, 4, 4, splits=4, waits=True),
         256: CodeTuning(128, 64, 1, 1, 4, 3, splits=2, waits=True),
@@ -80,14 +80,19 @@ TUNINGS: dict[int, dict[int, Tuning]] = {
 # The same of weights that have many rows, where they differ.
 WIDE_TUNINGS: dict[int, dict[int, Tuning]] = {
     4: {
-        8: CodeTuning(8, 32, 4, 1, 4, 4),
+        8: CodeTuning(8, 32, 1, 4, 2, 3),
+        16: CodeTuning(16, 32, 1, 2, 2, 4),
         64: CodeTuning(64, 128, 1, 1, 4, 3),
     },
-    8: {16: CodeTuning(16, 32, 4, 1, 4, 3), 64: CodeTuning(64, 64, 1, 1, 4, 3, waits=True)},
+    8: {16: CodeTuning(16, 32, 1, 2, 2, 3), 64: CodeTuning(64, 64, 1, 1, 4, 3, waits=True)},
 }
 WIDE = 16_384
-# Of weights so narrow that each tile of theirs has a multiprocessor to itself: splits cost more than they bring.
-NARROW_TUNINGS: dict[int, dict[int, Tuning]] = {4: {16: CodeTuning(16, 32, 4, 2, 4, 4)}, 8: {}}
+# Of weights so narrow that each tile of theirs has a multiprocessor, if it is large, to itself: splits cost more than
+# they bring.
+NARROW_TUNINGS: dict[int, dict[int, Tuning]] = {
+    4: {8: CodeTuning(8, 16, 4, 4, 4, 3), 16: CodeTuning(16, 32, 4, 2, 4, 4)},
+    8: {8: CodeTuning(8, 32, 4, 2, 4, 4), 16: CodeTuning(16, 32, 4, 2, 4, 4)},
+}
 NARROW = 4096
 # The same on Hopper of more than ``FEW_ROWS``, as measured on an H200; a multiprocessor holds two of them, or one.
 BULK_TUNINGS: dict[int, dict[int, BulkTuning]] = {
@@ -178,7 +183,7 @@ def code_variant(
 ) -> tuple[Any, dict[str, Any], int]:
     """Kernel, compile-time arguments and warps for ``num_rows``, without bulk copies."""
     if tuning is None:
-        tuning = code_tuning(weight, num_rows)
+        tuning = code_tuning(weight, num_rows, large=has_large_shared(weight.codes.device))
     constexprs = weight.constexprs | {"GATED": gated}
     if isinstance(tuning, CodeSums):
         found, num_warps = _sum_variant(weight, tuning)
@@ -192,12 +197,12 @@ def can_sum(weight: PackedCodes) -> bool:
     return weight.codes.shape[1] % 16 == 0 and weight.num_columns % 4 == 0
 
 
-def code_tuning(weight: PackedCodes, num_rows: int) -> Tuning:
-    """Launch parameters without bulk copies."""
+def code_tuning(weight: PackedCodes, num_rows: int, *, large: bool) -> Tuning:
+    """Launch parameters without bulk copies; ``large``: see ``has_large_shared``."""
     bits, num_out = 4 if weight.kind == "int4" else 8, weight.shape[0]
     tunings, least = TUNINGS[bits], num_rows if can_sum(weight) else max(2, num_rows)
     most = min((most for most in tunings if least <= most), default=max(tunings))
-    others = WIDE_TUNINGS[bits] if num_out >= WIDE else NARROW_TUNINGS[bits] if num_out <= NARROW else {}
+    others = WIDE_TUNINGS[bits] if num_out >= WIDE else NARROW_TUNINGS[bits] if large and num_out <= NARROW else {}
     return others.get(most, tunings[most])
 
 

@@ -50,6 +50,7 @@ TILES: dict[int, dict[float, TileTuning]] = {
     16: {
         4096: TileTuning(block_m=16, block_n=16, block_k=512, num_warps=2, num_stages=4),
         8192: TileTuning(block_m=16, block_n=64, block_k=256, num_warps=4, num_stages=3),
+        20_480: TileTuning(block_m=16, block_n=32, block_k=128, num_warps=2, num_stages=6),
         ANY: TileTuning(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=3),
     },
     32: {
@@ -59,7 +60,7 @@ TILES: dict[int, dict[float, TileTuning]] = {
     64: {
         4096: TileTuning(block_m=32, block_n=64, block_k=128, num_warps=4, num_stages=5),  # two read the same rows
         8192: TileTuning(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=4),
-        16_384: TileTuning(block_m=64, block_n=64, block_k=64, num_warps=4, num_stages=6),
+        16_384: TileTuning(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=3),
         ANY: TileTuning(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=4),
     },
     128: {

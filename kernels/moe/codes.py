@@ -55,10 +55,11 @@ class SortedTiles(NamedTuple):
 
 Tuning = PairTiles | SortedTiles
 
-# By the bits of a code and the most tokens an expert, on average over all experts, that each serves: fastest in H200.
+# By the bits of a code and the most tokens an expert, on average over all experts, that each serves; the fastest on an
+# H200.
 TUNINGS: dict[int, dict[float, Tuning]] = {
     4: {
-        0.125: PairTiles(CodeTile(64, 256, 4, 3), CodeTile(64, 256, 4, 3)),
+        0.25: PairTiles(CodeTile(64, 256, 4, 3), CodeTile(16, 128, 2, 4, slices=2)),
         4.0: SortedTiles(8, CodeTile(64, 256, 4, 3), CodeTile(64, 256, 4, 3)),
         16.0: SortedTiles(16, CodeTile(64, 256, 2, 3), CodeTile(64, 256, 2, 3)),
         64.0: SortedTiles(32, CodeTile(64, 128, 2, 4), CodeTile(64, 128, 2, 4)),
@@ -66,7 +67,7 @@ TUNINGS: dict[int, dict[float, Tuning]] = {
         float("inf"): SortedTiles(128, CodeTile(128, 128, 8, 2, True), CodeTile(128, 128, 8, 2, True)),
     },
     8: {
-        0.125: PairTiles(CodeTile(64, 64, 4, 6), CodeTile(64, 64, 4, 6)),
+        0.25: PairTiles(CodeTile(64, 64, 4, 6), CodeTile(16, 64, 2, 4, slices=2)),
         4.0: SortedTiles(8, CodeTile(64, 64, 4, 6), CodeTile(64, 64, 4, 6)),
         16.0: SortedTiles(16, CodeTile(64, 128, 2, 3), CodeTile(64, 128, 2, 3)),
         64.0: SortedTiles(32, CodeTile(64, 128, 2, 3), CodeTile(64, 128, 2, 3)),

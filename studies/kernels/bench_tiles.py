@@ -24,6 +24,7 @@ from qkv_engine.kernels.linear.float8_rows import quantize_rows
 from qkv_engine.kernels.linear.integer import TUNINGS, CodeTuning, Tuning, code_tuning, linear_codes
 from qkv_engine.kernels.linear.packed import PackedCodes, pack
 from qkv_engine.kernels.linear.triton import TileTuning, linear_few_rows
+from qkv_engine.kernels.nvidia import has_large_shared
 from qkv_engine.kernels.paged_decode.layer import LayerFormats
 from qkv_engine.kernels.paged_decode.plan import DecodeWork
 from qkv_engine.kernels.paged_decode.triton import paged_decode
@@ -162,7 +163,7 @@ def _codes(tuning: Tuning | None = None) -> Product:
 
 
 def _without_copies(x: Tensor, weight: PackedCodes, *, gated: bool) -> Tensor:
-    return linear_codes(x, weight, gated=gated, tuning=code_tuning(weight, len(x)))
+    return linear_codes(x, weight, gated=gated, tuning=code_tuning(weight, len(x), large=has_large_shared(x.device)))
 
 
 def _float8(x: Tensor, weight: PackedCodes, *, gated: bool, tuning: Float8Tuning | None = None) -> Tensor:

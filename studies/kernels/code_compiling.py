@@ -14,8 +14,9 @@ from qkv_engine.kernels.fusion import FUSED
 from qkv_engine.kernels.linear.code_sum import code_sum_kernel
 from qkv_engine.kernels.linear.float8 import MIN_ROWS, Float8Tuning, scaled_variant
 from qkv_engine.kernels.linear.float8_tile import float8_tile_kernel
-from qkv_engine.kernels.linear.integer import MAX_TILE_ROWS, code_variant
+from qkv_engine.kernels.linear.integer import MAX_TILE_ROWS, code_tuning, code_variant
 from qkv_engine.kernels.linear.packed import PackedCodes, pack
+from qkv_engine.kernels.nvidia import has_large_shared
 from qkv_engine.kernels.overlap import overlap_options
 
 from .code_checks import checks
@@ -45,6 +46,7 @@ def compile_kernel(wanted: Wanted) -> str | None:
         if isinstance(tuning, Float8Tuning) or (kind == "float8" and tuning is None and num_rows >= MIN_ROWS):
             compile_float8(wanted, weight)
             return None
+        tuning = tuning or code_tuning(weight, num_rows, large=has_large_shared(torch.device("cuda", 0)))
         kernel, constexprs, num_warps = code_variant(weight, num_rows, gated=gated, tuning=tuning)
         options = overlap_options(torch.device("cuda", 0)) | FUSED | {"num_warps": num_warps}
         bias, dtype, zeros = dtype, dtype or torch.bfloat16, None if weight.zeros is None else torch.uint8

@@ -217,24 +217,31 @@ def linear_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
         yield name, kernel, constexprs, Tuning(num_warps, constexprs.get("STAGES", 1))
 
 
-def code_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
-    """Products with quantized weights, for the shapes of Qwen3 8B."""
+def code_kernels(*, large: bool = True) -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
+    """Products with quantized weights, for the shapes of Qwen3 8B; ``large``: see ``has_large_shared``."""
     with torch.device("meta"):
         scales = torch.empty(4096, 32, dtype=torch.bfloat16)
         int4 = pack(IntegerWeight(torch.empty(4096, 2048, dtype=torch.uint8), scales))
         int8 = pack(IntegerWeight(torch.empty(4096, 4096, dtype=torch.int8), scales[:, :1]))
         float8 = pack(Float8Weight(torch.empty(4096, 4096, dtype=torch.float8_e4m3fn), torch.empty(4096, 1)))
-    found: list[tuple[str, PackedCodes, int, bool, integer.Tuning | None]] = []
+    found: list[tuple[str, PackedCodes, int, bool, integer.Tuning]] = []
     for weight, gated in product((int4, int8, float8), (False, True)):
-        for num_rows in integer.TUNINGS[4 if weight is int4 else 8]:
-            found.append((f"{weight.kind} {num_rows} rows" + gated * " gated", weight, num_rows, gated, None))
-    wide = integer.TUNINGS[4][16]  # 4,096 rows of a weight are few
-    found.append(("int4 16 rows, more of the weight", int4, 16, False, wide))
+        bits = 4 if weight is int4 else 8
+        for num_rows in integer.TUNINGS[bits]:
+            tuning = integer.code_tuning(weight, num_rows, large=large)
+            found.append((f"{weight.kind} {num_rows} rows" + gated * " gated", weight, num_rows, gated, tuning))
+        for name, tunings in {"more": integer.TUNINGS, "many": integer.WIDE_TUNINGS}.items():
+            for num_rows in sorted(
+                tunings[bits].keys() & integer.NARROW_TUNINGS[bits].keys()
+            ):  # 4,096 rows of a weight are few
+                title = f"{weight.kind} {num_rows} rows, {name} of the weight" + gated * " gated"
+                found.append((title, weight, num_rows, gated, tunings[bits][num_rows]))
     for name, weight, num_rows, gated, tuning in found:
         kernel, constexprs, num_warps = integer.code_variant(weight, num_rows, gated=gated, tuning=tuning)
         constexprs |= {"OVERLAP": True, "ASM": True, "bias_ptr": None, "zeros_ptr": None}
         yield name, kernel, constexprs, Tuning(num_warps, constexprs.get("STAGES", 1))
-    yield from bulk_kernels(int4, int8)
+    if large:
+        yield from bulk_kernels(int4, int8)
 
 
 def bulk_kernels(*weights: PackedCodes) -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:

@@ -18,7 +18,6 @@ from qkv_engine.kernels.linear.dequantize_kernel import dequantize
 from qkv_engine.kernels.linear.float8 import Float8Tuning, multiply_rows, scaled_tiles
 from qkv_engine.kernels.linear.float8_rows import Float8Rows, quantize_rows, swiglu_rows
 from qkv_engine.kernels.linear.integer import (
-    TUNINGS,
     CodeSums,
     CodeTuning,
     Tuning,
@@ -268,9 +267,9 @@ def cases() -> dict[str, Callable[[], float]]:
     for form, bits in (("int4/128", 4), ("int8 channel whole", 8)):
         found[f"splits of slices {form}"] = lambda b=bits: product(
             integer_weight(35, 1024, b, 128 if b == 4 else 1024, torch.bfloat16), 13, torch.bfloat16, linear_codes,
-            True, tuning=TUNINGS[b][16],
+            True, tuning=CodeTuning(16, 32, 4, 1, 4, 4, splits=2),
         )  # fmt: skip
-    found["gated splits of slices"] = lambda: gated(integer_weight(74, 1024, 8, 1024, torch.bfloat16), 16)
+    found["gated splits"] = lambda: gated(integer_weight(74, 1024, 8, 1024, torch.bfloat16), 16)
     for name, tuning in TILES.items():
         for form in ("int4/128", "int8 channel", "float8 blocks"):
             found[f"{name} {form}"] = lambda m=formats[form], t=tuning: product(

@@ -15,9 +15,8 @@ from qkv_engine.kernels.linear import integer
 from qkv_engine.kernels.linear.bulk import BulkTuning, bulk_codes_kernel, tile_ranges
 from qkv_engine.kernels.linear.code_sum import code_sum_kernel
 from qkv_engine.kernels.linear.codes import IntegerWeight
-from qkv_engine.kernels.linear.integer import bulk_tuning, code_variant
+from qkv_engine.kernels.linear.integer import bulk_tuning, code_tuning, code_variant
 from qkv_engine.kernels.linear.packed import PackedCodes, pack, unpack
-from qkv_engine.kernels.paged_decode.triton import Tuning
 from studies.kernels.compiled import code_kernels, compile_kernel, describe
 
 from .linear_codes_cases import float8_weight, integer_weight
@@ -55,33 +54,32 @@ def weight_of(num_out: int, size: int, bits: int, group: int) -> PackedCodes:
 
 
 @pytest.mark.parametrize(
-    ("num_out", "size", "bits", "tile", "splits"),
-    [  # rows of the weight, slices, spans and stages of a tile
-        (4096, 4096, 4, (32, 4, 2, 4), 1),
-        (4096, 12288, 4, (32, 4, 2, 4), 1),
-        (6144, 4096, 4, (32, 4, 1, 4), 2),
-        (24576, 4096, 4, (32, 4, 1, 4), 1),
-        (4096, 4096, 8, (32, 4, 1, 4), 2),
-        (4096, 12288, 8, (32, 4, 1, 4), 2),
-        (6144, 4096, 8, (32, 4, 1, 4), 2),
-        (24576, 4096, 8, (32, 4, 1, 3), 1),
+    ("num_out", "bits", "of_8_rows", "of_16_rows"),
+    [  # rows of the weight, slices, spans, warps, stages and splits of a tile
+        (4096, 4, (16, 4, 4, 4, 3, 1), (32, 4, 2, 4, 4, 1)),
+        (6144, 4, (16, 4, 2, 4, 4, 1), (64, 1, 2, 2, 4, 4)),
+        (24576, 4, (32, 1, 4, 2, 3, 1), (32, 1, 2, 2, 4, 1)),
+        (4096, 8, (32, 4, 2, 4, 4, 1), (32, 4, 2, 4, 4, 1)),
+        (6144, 8, (16, 4, 1, 4, 4, 1), (64, 1, 2, 2, 3, 4)),
+        (24576, 8, (16, 4, 1, 4, 4, 1), (32, 1, 2, 2, 3, 1)),
     ],
 )
-def test_tiles_of_16_rows_are_those_that_were_fastest(num_out, size, bits, tile, splits) -> None:
-    _, found, num_warps = code_variant(weight_of(num_out, size, bits, 128 if bits == 4 else size), 16)
-    assert tuple(found[name] for name in ("BLOCK_N", "SLICES", "SPANS", "STAGES")) == tile
-    assert found["SPLITS"] == splits and num_warps == 4
+def test_tiles_of_few_rows_are_those_that_were_fastest(num_out, bits, of_8_rows, of_16_rows) -> None:
+    weight = weight_of(num_out, 4096, bits, 128 if bits == 4 else 4096)
+    for num_rows, tile in ((8, of_8_rows), (16, of_16_rows)):
+        tuning = code_tuning(weight, num_rows, large=True)
+        _, found, num_warps = code_variant(weight, num_rows, tuning=tuning)
+        sizes = tuple(found[name] for name in ("BLOCK_N", "SLICES", "SPANS"))
+        assert (*sizes, num_warps, found["STAGES"], found["SPLITS"]) == tile
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 120])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_tiles_of_16_rows_fit_in_smaller_cards(bits: int, capability: int) -> None:
-    weight = weight_of(6144, 4096, bits, 128 if bits == 4 else 4096)
-    kernel, constexprs, num_warps = code_variant(weight, 16)
-    constexprs |= {"OVERLAP": False, "ASM": True, "bias_ptr": None, "zeros_ptr": None}
-    found = describe(compile_kernel(kernel, constexprs, Tuning(num_warps, constexprs["STAGES"]), capability))
-    assert found["spilled"] <= 16 and found["shared"] <= 99 << 10 and found["HMMA"]
+@pytest.mark.parametrize("case", code_kernels(large=False), ids=lambda case: case[0])
+def test_tiles_fit_in_smaller_cards(case, capability: int) -> None:
+    _, kernel, constexprs, tuning = case
+    found = describe(compile_kernel(kernel, constexprs | {"OVERLAP": capability >= 90}, tuning, capability))
+    assert found["spilled"] <= 64 and found["shared"] <= 99 << 10 and (found["HMMA"] or kernel is code_sum_kernel)
 
 
 def test_bulk_copies_are_for_hopper(monkeypatch) -> None:
