@@ -59,6 +59,7 @@ Tuning = PairTiles | SortedTiles
 # H200.
 TUNINGS: dict[int, dict[float, Tuning]] = {
     4: {
+        0.0625: PairTiles(CodeTile(32, 128, 4, 4, slices=4), CodeTile(32, 128, 4, 4, slices=4)),
         0.25: PairTiles(CodeTile(64, 256, 4, 3), CodeTile(16, 128, 2, 4, slices=2)),
         4.0: SortedTiles(8, CodeTile(64, 256, 4, 3), CodeTile(64, 256, 4, 3)),
         16.0: SortedTiles(16, CodeTile(64, 256, 2, 3), CodeTile(64, 256, 2, 3)),
