@@ -78,9 +78,18 @@ def sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 def tunings(num_rows: int) -> list[Tuning]:
     """Launch parameters to try."""
     sums = [SumTuning(columns, loads) for columns in (512, 1024, 2048) for loads in (8, 16)]
-    shapes = ((16, 256, 1, 4), (16, 512, 1, 4), (32, 256, 2, 5), (32, 256, 2, 3), (64, 128, 4, 5), (64, 256, 4, 4))
+    shapes: list[tuple[int, int, int, int]]
+    shapes = [(16, 256, 1, 4), (16, 512, 1, 4), (32, 256, 2, 5), (32, 256, 2, 3), (64, 128, 4, 5), (64, 256, 4, 4)]
     if num_rows > 8:
-        shapes = ((16, 256, 2, 5), (32, 128, 4, 6), (32, 256, 4, 4), (64, 128, 4, 4), (64, 64, 4, 6), (128, 64, 4, 4))
+        shapes = [(16, 256, 2, 5), (32, 128, 4, 6), (32, 256, 4, 4), (64, 128, 4, 4), (64, 64, 4, 6), (128, 64, 4, 4)]
+        shapes += [
+            (16, 512, 2, 4),
+            (32, 128, 2, 6),
+            (32, 256, 2, 4),
+            (64, 128, 4, 3),
+            (64, 256, 4, 3),
+            (128, 128, 4, 4),
+        ]
     block_m = next(size for size in TILES if size >= min(num_rows, max(TILES)))
     tiles = [TileTuning(block_m, *shape) for shape in shapes]
     return [*(sums if num_rows == 1 else ()), *tiles]

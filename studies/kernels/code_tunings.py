@@ -27,7 +27,7 @@ def candidates(kind: str, num_rows: int) -> Sequence[AnyTuning]:
         return [CodeSums(vectors, loads) for vectors in (32, 64, 128) for loads in (4, 8, 16, 32)]
     if num_rows <= 16:
         block_m = 8 if num_rows <= 8 else 16
-        sliced = [(16, 4, 2, 4), (16, 4, 4, 3), (32, 4, 1, 4), (32, 4, 2, 3), (32, 8, 1, 4)]
+        sliced = [(16, 4, 2, 4), (16, 4, 4, 3), (32, 4, 1, 4), (32, 4, 2, 4), (32, 8, 1, 4)]
         shared = [
             (128, 8, 2, 3),
             (128, 8, 1, 4),
@@ -36,6 +36,12 @@ def candidates(kind: str, num_rows: int) -> Sequence[AnyTuning]:
             (64, 4, 2, 3),
             (64, 4, 1, 6),
             (64, 4, 4, 3),
+            (64, 2, 2, 3),
+            (64, 2, 2, 4),
+            (64, 2, 1, 6),
+            (32, 2, 2, 4),
+            (32, 2, 4, 3),
+            (32, 1, 2, 4),
         ]
         return [
             CodeTuning(block_m, n, slices, spans if is_int4 else max(1, spans // 2), slices, stages)
