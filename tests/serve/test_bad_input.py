@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import socket
 import struct
 import time
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 
 from qkv_engine import Engine
 from qkv_engine.sandbox import process as sandbox_process
-from qkv_engine.serve.connection import MAX_HEADER_BYTES
+from qkv_engine.serve.connection import MAX_HEADER_BYTES, LimitedConnection
 from qkv_engine.serve.limits import Limits
 
 from .running import ENDLESS_BODY, HELLO, Running, running
@@ -375,6 +377,22 @@ def test_a_slow_client_that_does_read_gets_all(demo_engine: Engine):
                 time.sleep(0.2)
         slow.close()
         assert time.monotonic() - begin > 1 and received.endswith(b"}") and b'"finish_reason":"length"' in received
+
+
+def test_a_client_has_new_time_with_each_pause_of_its_reading():
+    async def pauses() -> None:
+        connection = object.__new__(LimitedConnection)
+        connection.loop, connection._limits = asyncio.get_running_loop(), Limits(read_timeout=0.05)
+        connection.transport, connection.flow = Mock(), Mock()
+        connection.pause_writing()
+        connection.resume_writing()
+        await asyncio.sleep(0.15)
+        connection.transport.abort.assert_not_called()
+        connection.pause_writing()
+        await asyncio.sleep(0.15)
+        connection.transport.abort.assert_called_once_with()
+
+    asyncio.run(pauses())
 
 
 def test_the_engine_answers_after_all_that(server: Running):
