@@ -46,6 +46,9 @@ _INSTEAD = {
     "/completions": "use /v1/completions: the base URL ends in /v1",
     "/models": "use /v1/models: the base URL ends in /v1",
     **dict.fromkeys(("/generate", "/generate_stream", "/completion", "/infill", "/invocations"), "use /v1/completions"),
+    **dict.fromkeys(("/livez", "/healthz"), "use /live, or /health"),
+    "/readyz": "use /ready",
+    **dict.fromkeys(("/docs", "/redoc"), "use /openapi.json, which describes all paths"),
     "/api": "this server has no API of Ollama; use /v1/chat/completions",
 }
 

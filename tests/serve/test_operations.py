@@ -112,6 +112,8 @@ def test_every_post_takes_a_body_that_is_described(document: dict):
         ("/v1/v1/chat/completions", "once"),
         ("/generate", "use /v1/completions"),
         ("/api/chat", "Ollama"),
+        ("/livez", "use /live"),
+        ("/docs", "/openapi.json"),
     ],
 )
 def test_what_is_not_offered_says_what_to_call(server: Running, path: str, words: str):
