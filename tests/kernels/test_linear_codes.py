@@ -130,7 +130,7 @@ def test_tiles_may_wait_for_tensor_cores_within_a_step() -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=case[0], marks=pytest.mark.slow if "gated" in case[0] or index % 2 else ())
+        pytest.param(case, id=case[0], marks=pytest.mark.slow if "gated" in case[0] or index % 4 else ())
         for index, case in enumerate(code_kernels())
     ],
 )
