@@ -47,8 +47,8 @@ TUNINGS = {
     128: Float8Tuning(128, 64, 4, 4, splits=2),
     256: Float8Tuning(128, 128, 8, 4, splits=2),
 }
-# The same by bulk copies on Hopper, of more rows than ``MAX_ROWS`` without SwiGLU, by the most rows of the weight: the
-# first has a multiprocessor to itself, the second shares it.
+# The same by bulk copies on Hopper, of more rows than ``MAX_ROWS`` without SwiGLU, by the most rows of the weight: each
+# program has a multiprocessor to itself.
 BULK_TUNINGS = {4096: Float8Tuning(128, 64, 4, 6), 8192: Float8Tuning(128, 128, 8, 5)}
 MAX_ROWS = 128  # of any weight; up to the last entry of one with so few rows that torch's tiles leave processors idle
 FEW_OUT = 4096

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -181,14 +181,28 @@ def time_layer(config: ModelConfig, num_rows: int, product: Product, gated: Prod
     """Microseconds of a layer's norms, products and SwiGLU, without attention, over eight layers of weights."""
     shapes = [shape for name, shape in sizes(config).items() if name != "lm_head"]
     x, residual, attended = (_random(num_rows, size) for size in (config.hidden_size, config.hidden_size, shapes[1][1]))
-    norm = _random(config.hidden_size)
-
-    def layer(qkv: Tensor, o: Tensor, gate_up: Tensor, down: Tensor) -> None:
-        product(add_rms_norm(x, residual, norm, 1e-6), qkv)
-        product(gated(add_rms_norm(product(attended, o), residual, norm, 1e-6), gate_up), down)
-
+    rows = [x, residual, attended, _random(config.hidden_size)]
     weights = [[_random(*shape) for shape in shapes] for _ in range(8)]
-    return 1e6 * time_calls([partial(layer, *layer_weights) for layer_weights in weights])
+    return 1e6 * time_calls([partial(run_layer, with_weights(product, gated, each), rows) for each in weights])
+
+
+def with_weights(
+    product: Callable[..., Tensor], gated: Callable[..., Tensor], weights: Sequence[Any]
+) -> list[Callable[[Tensor], Tensor]]:
+    """Both functions as the products of a layer, for ``run_layer``."""
+    functions = product, product, gated, product
+    return [partial(function, weight=weight) for function, weight in zip(functions, weights, strict=True)]
+
+
+def run_layer(products: Sequence[Callable[[Tensor], Tensor]], rows: Sequence[Tensor]) -> None:
+    """A layer's norms and products.
+
+    ``products``: the first one, o, gate and up with SwiGLU, down;  ``rows``: x, the residual, attention's result, a
+    norm's weight.
+    """
+    (first, o, gate_up, down), (x, residual, attended, norm) = products, rows
+    first(add_rms_norm(x, residual, norm, 1e-6))
+    down(gate_up(add_rms_norm(o(attended), residual, norm, 1e-6)))
 
 
 def best(rows: list[Row], num_rows: int, layers: int) -> Iterator[tuple[float, str]]:

@@ -60,7 +60,8 @@ from .moe_codes import (
 from .timing import time_us
 
 COPIES, ROUTINGS = 3, 2  # of the weights, which exceed L2; routings of each copy
-BOUND = 1e-2  # relative error; elements of 4 bits that are rounded once scaled make 5e-3
+BOUND = 5e-3  # relative error
+BOUNDS = {"int4": 1e-2}  # of kinds whose elements large tiles round once they are scaled, which makes 5e-3
 TUNED = {"float4": "gpt-oss-20b", "int4": "qwen3-30b-a3b", "int8": "qwen3-30b-a3b"}  # and the shape in which
 PROCESSES = 14  # that compile
 
@@ -101,10 +102,15 @@ def measure(name: str, shape: Shape, kind: str, tokens: int, layers: list[Layer]
     return row
 
 
+def is_right(row: dict[str, Any]) -> bool:
+    """Whether the error is within the bound of the kind; one that is no number is not."""
+    return bool(row["error"] <= BOUNDS.get(row["kind"], BOUND))
+
+
 def print_row(row: dict[str, Any]) -> None:
     """A line, and whether the result is right."""
     parts = "  ".join(f"{part} {row[part]:8.1f}" for part in ("gate_up", "down") if row.get(part))
-    wrong = "" if row["error"] <= BOUND else "  WRONG"
+    wrong = "" if is_right(row) else "  WRONG"
     us = f"{row['us']:8.1f} us  share {row['share']:.3f}" if row["us"] else "failed"
     print(
         f"{row['shape']:14} {row['kind']:13} {row['tokens']:5} tokens {row['touched']:6.1f} experts  "
@@ -193,7 +199,7 @@ def main() -> None:
     print(*lines, sep="\n")
     if args.json:
         args.json.write_text(json.dumps(result, indent=1))
-    wrong = [row for row in result["rows"] if not row["error"] <= BOUND]
+    wrong = [row for row in result["rows"] if not is_right(row)]
     raise SystemExit(f"{len(wrong)} wrong" if wrong else 0)
 
 

@@ -20,6 +20,7 @@ from .code_weights import print_line, product_of, random_weight
 
 MAX_ERROR = 4e-3  # of ||out||: a rounding to bf16 is 1e-3
 MAX_FLOAT8_ERROR = 5e-2  # with activations of 8 bits
+MAX_FLOAT8_SUMS = 1e-2  # between two orders of such sums, in which tensor cores keep fewer bits than float32 has
 FORMATS = (
     "int4/32",
     "int4/128 zeros",
@@ -77,10 +78,10 @@ def check(work: Check) -> int:
                 gated = product_of(kind)(x, packed, bias, gated=True)
                 expected = swiglu(out).float()  # sums of columns may be added in another order
                 is_quantized = kind.startswith("float8") and can_scale(x, packed)
-                allowed = MAX_FLOAT8_ERROR if is_quantized else MAX_ERROR
+                most, most_gated = (MAX_FLOAT8_ERROR, MAX_FLOAT8_SUMS) if is_quantized else (MAX_ERROR, MAX_ERROR)
                 is_same = torch.equal(out, product_of(kind)(x, packed, bias))
-                is_same &= float((gated.float() - expected).norm() / expected.norm()) <= allowed
-                is_right = error <= allowed and is_same
+                is_same &= float((gated.float() - expected).norm() / expected.norm()) <= most_gated
+                is_right = error <= most and is_same
                 if not is_right or num_rows in (1, 600):
                     print_line(**fields, error=error, same=is_same, right=is_right)
             except Exception as failure:

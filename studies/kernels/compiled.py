@@ -230,11 +230,12 @@ def code_kernels(*, large: bool = True) -> Iterator[tuple[str, Any, dict[str, An
         for num_rows in integer.TUNINGS[bits]:
             tuning = integer.code_tuning(weight, num_rows, large=large)
             found.append((f"{weight.kind} {num_rows} rows" + gated * " gated", weight, num_rows, gated, tuning))
-        others = {"more": integer.TUNINGS[bits], "many": integer.WIDE_TUNINGS[bits]}  # 4,096 rows of a weight are few
-        for name, tunings in others.items():
-            for num_rows in sorted(tunings.keys() & integer.NARROW_TUNINGS[bits].keys()):
-                title = f"{weight.kind} {num_rows} rows, {name} of the weight" + gated * " gated"
-                found.append((title, weight, num_rows, gated, tunings[num_rows]))
+        others = [(num_rows, "many", tuning) for num_rows, tuning in integer.WIDE_TUNINGS[bits].items()]
+        if large:  # 4,096 rows of a weight are so few that they have their own
+            others += [(num_rows, "more", integer.TUNINGS[bits][num_rows]) for num_rows in integer.NARROW_TUNINGS[bits]]
+        for num_rows, name, tuning in others:
+            title = f"{weight.kind} {num_rows} rows, {name} of the weight" + gated * " gated"
+            found.append((title, weight, num_rows, gated, tuning))
     for name, weight, num_rows, gated, tuning in found:
         kernel, constexprs, num_warps = integer.code_variant(weight, num_rows, gated=gated, tuning=tuning)
         constexprs |= {"OVERLAP": True, "ASM": True, "bias_ptr": None, "zeros_ptr": None}

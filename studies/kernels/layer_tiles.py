@@ -20,20 +20,19 @@ from torch import Tensor
 
 from qkv_engine.kernels.linear.integer import linear_codes
 from qkv_engine.kernels.linear.triton import linear_few_rows
-from qkv_engine.kernels.rms_norm import add_rms_norm
 
 from . import bench_linear, code_compiling
+from .bench_linear import run_layer
+from .bench_tiles import WEIGHTS
 from .code_tunings import candidates
 from .code_weights import GROUP, random_rows, timed_weight
 from .timing import time_us
 
-# Rows and columns of the weights, in their order. The first two and the last two have a norm before them.
-LAYERS = {
-    "qwen3-8b": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)},
-    "qwen3.5-4b": {"in": (12352, 2560), "o": (2560, 4096), "gate_up": (18432, 2560), "down": (2560, 9216)},
+LAYERS = {  # their products in order; the first and that of gate and up have a norm before them
+    "qwen3-8b": ("8b qkv", "8b o", "8b gate_up", "8b down"),
+    "qwen3.5-4b": ("4b in", "4b o", "4b gate_up", "4b down"),
 }
 Choice = dict[str, Any]  # launch parameters by product
-Product = Callable[..., Tensor]
 
 
 def descend(
@@ -50,20 +49,14 @@ def descend(
         yield product, found, best
 
 
-def run_layer(product: Product, rows: Sequence[Tensor], weights: Mapping[str, Any], choice: Choice) -> None:
-    """``rows``: the layer's input, the residual, what attention gives, and a norm's weight."""
-    x, residual, attended, norm = rows
-    first, o, gate_up, down = (
-        partial(product, weight=weight, gated=name == "gate_up", tuning=choice[name])
-        for name, weight in weights.items()
-    )
-    first(add_rms_norm(x, residual, norm, 1e-6))
-    down(gate_up(add_rms_norm(o(attended), residual, norm, 1e-6)))
+def is_gated(name: str) -> bool:
+    """Whether SwiGLU is in the product."""
+    return name.endswith("gate_up")
 
 
 def compile_all(kind: str, shapes: Mapping[str, tuple[int, int]], num_rows: int, options: Sequence[Any]) -> None:
     """Every tile of every product, several at a time."""
-    wanted = [(shape, name == "gate_up", tuning) for name, shape in shapes.items() for tuning in (None, *options)]
+    wanted = [(shape, is_gated(name), tuning) for name, shape in shapes.items() for tuning in (None, *options)]
     if kind == "bf16":
         bench_linear.compile_all(bench_linear.Wanted(num_rows, *shape, *others) for shape, *others in wanted)
         return
@@ -79,18 +72,22 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
-    is_plain, shapes = args.kind == "bf16", LAYERS[args.layer]
+    is_plain, shapes = args.kind == "bf16", {name: WEIGHTS[name] for name in LAYERS[args.layer]}
     options = bench_linear.tunings(args.rows) if is_plain else candidates(args.kind, args.rows)
     compile_all(args.kind, shapes, args.rows, options)
     torch.set_default_device("cuda")
     make = random_rows if is_plain else partial(timed_weight, args.kind)
     layers = [{name: make(*shape) for name, shape in shapes.items()} for _ in range(4 if is_plain else 8)]
-    size, attended = next(iter(shapes.values()))[1], shapes["o"][1]
+    (_, size), (_, attended), *_ = shapes.values()
     rows = [*(random_rows(args.rows, each) for each in (size, size, attended)), random_rows(1, size)[0]]
-    product: Product = linear_few_rows if is_plain else linear_codes
+    product: Callable[..., Tensor] = linear_few_rows if is_plain else linear_codes
 
     def measure(choice: Choice) -> float | None:
-        return time_us([partial(run_layer, product, rows, weights, choice) for weights in layers], str(choice))
+        calls = []
+        for weights in layers:
+            products = [partial(product, weight=w, gated=is_gated(n), tuning=choice[n]) for n, w in weights.items()]
+            calls.append(partial(run_layer, products, rows))
+        return time_us(calls, str(choice))
 
     launched: Choice = dict.fromkeys(shapes)
     print(f"as launched: {measure(launched)} us")

@@ -29,11 +29,10 @@ from qkv_engine.kernels.linear.float8 import Float8Tuning, scaled_product, scale
 from qkv_engine.kernels.linear.float8_rows import quantize_rows
 from qkv_engine.kernels.linear.integer import linear_codes, linear_integer
 from qkv_engine.kernels.linear.packed import PackedCodes
-from qkv_engine.kernels.rms_norm import add_rms_norm
 from qkv_engine.models.registry import config_from_hf
 from qkv_engine.models.shapes import SHAPES
 
-from .bench_linear import sizes
+from .bench_linear import run_layer, sizes, with_weights
 from .code_checks import check, checks
 from .code_compiling import KINDS, Wanted, checked, compile_all, timed
 from .code_tunings import TUNED, AnyTuning, candidates
@@ -108,16 +107,6 @@ def time_all(shapes: dict[str, tuple[int, int]], row_numbers: list[int], layers:
         )
 
 
-def run_layer(
-    product: Callable[..., Tensor], gated: Callable[..., Tensor], rows: list[Tensor], weights: list[Any]
-) -> None:
-    """A layer's norms and products; ``rows``: x, the residual, attention's result, a norm's weight."""
-    x, residual, attended, norm = rows
-    qkv, o, gate_up, down = weights
-    product(add_rms_norm(x, residual, norm, 1e-6), qkv)
-    product(gated(add_rms_norm(product(attended, o), residual, norm, 1e-6), gate_up), down)
-
-
 def time_layers(shapes: dict[str, tuple[int, int]], row_numbers: list[int]) -> None:
     """Layers without attention one after another, over several layers of weights."""
     layer_shapes = [shape for name, shape in shapes.items() if name != "lm_head"]
@@ -131,7 +120,9 @@ def time_layers(shapes: dict[str, tuple[int, int]], row_numbers: list[int]) -> N
             rows = [random_rows(num_rows, size) for size in (hidden, hidden, heads)]
             rows.append(random_rows(1, hidden)[0])
             try:
-                us = 1e6 * time_calls([partial(run_layer, product, gated, rows, of_layer) for of_layer in weights])
+                us = 1e6 * time_calls(
+                    [partial(run_layer, with_weights(product, gated, each), rows) for each in weights]
+                )
                 print_line(layer=kind, rows=num_rows, us=us)
             except Exception as failure:
                 print_line(layer=kind, rows=num_rows, failed=f"{type(failure).__name__}: {failure}"[:300])

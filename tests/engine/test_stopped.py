@@ -70,7 +70,8 @@ def test_a_step_that_breaks_off_while_closing_holds_no_memory(caplog: pytest.Log
     caplog.set_level(logging.CRITICAL + 1, logger="qkv_engine")
     engine = Engine(small_demo(), kv_memory="16MiB")
     core = engine._started.core
-    backend, closing = weakref.ref(core.runner.backend), threading.Event()
+    backend = weakref.ref(core.runner.backend)
+    stream_began, closing = threading.Event(), threading.Event()
     core.runs_ahead = True
 
     def wait(computed: Any, own: Any = core.runner.backend.wait) -> Any:
@@ -83,7 +84,6 @@ def test_a_step_that_breaks_off_while_closing_holds_no_memory(caplog: pytest.Log
                 time.sleep(0.001)
         return found
 
-    stream_began = threading.Event()
     core.runner.backend.wait = wait
     del core
     gc.disable()

@@ -147,7 +147,8 @@ def coded_experts() -> None:
     """Every kind of quantized experts, pairs and tiles, and a last program that is not full; all 4-bit floats."""
     with torch.device("cuda"):
         tunings, kinds = moe_codes_cases.TUNINGS.values(), moe_codes_cases.KINDS
-        for kind, tuning in [*zip(kinds, cycle(tunings), strict=False), *(("float4", each) for each in tunings)]:
+        each_once = zip(kinds, cycle(tunings), strict=False)
+        for kind, tuning in dict.fromkeys([*each_once, *(("float4", tuning) for tuning in tunings)]):
             weights = moe_codes_cases.make_experts(kind, 5, *kinds[kind], BF16, bias=True, activation=moe_cases.GPT_OSS)
             assert moe_codes_cases.mlp_error(9, weights, 2, tuning, BF16) < 4e-3
         for dtype in (BF16, torch.float16):

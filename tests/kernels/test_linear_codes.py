@@ -54,18 +54,20 @@ def weight_of(num_out: int, size: int, bits: int, group: int) -> PackedCodes:
 
 
 @pytest.mark.parametrize(
-    ("num_out", "bits", "of_8_rows", "of_16_rows"),
+    ("num_out", "size", "bits", "of_8_rows", "of_16_rows"),
     [  # rows of the weight, slices, spans, warps, stages and splits of a tile
-        (4096, 4, (16, 4, 4, 4, 3, 1), (32, 4, 2, 4, 4, 1)),
-        (6144, 4, (16, 4, 2, 4, 4, 1), (64, 1, 2, 2, 4, 4)),
-        (24576, 4, (32, 1, 4, 2, 3, 1), (32, 1, 2, 2, 4, 1)),
-        (4096, 8, (32, 4, 2, 4, 4, 1), (32, 4, 2, 4, 4, 1)),
-        (6144, 8, (16, 4, 1, 4, 4, 1), (64, 1, 2, 2, 3, 4)),
-        (24576, 8, (16, 4, 1, 4, 4, 1), (32, 1, 2, 2, 3, 1)),
+        (4096, 4096, 4, (16, 4, 4, 4, 3, 1), (32, 4, 2, 4, 4, 1)),
+        (4096, 12288, 4, (16, 4, 4, 4, 3, 1), (32, 4, 2, 4, 4, 1)),
+        (6144, 4096, 4, (16, 4, 2, 4, 4, 1), (64, 1, 2, 2, 4, 4)),
+        (24576, 4096, 4, (32, 1, 4, 2, 3, 1), (32, 1, 2, 2, 4, 1)),
+        (4096, 4096, 8, (32, 4, 2, 4, 4, 1), (32, 4, 2, 4, 4, 1)),
+        (4096, 12288, 8, (32, 4, 2, 4, 4, 1), (32, 4, 2, 4, 4, 1)),
+        (6144, 4096, 8, (16, 4, 1, 4, 4, 1), (64, 1, 2, 2, 3, 4)),
+        (24576, 4096, 8, (16, 4, 1, 4, 4, 1), (32, 1, 2, 2, 3, 1)),
     ],
 )
-def test_tiles_of_few_rows_are_those_that_were_fastest(num_out, bits, of_8_rows, of_16_rows) -> None:
-    weight = weight_of(num_out, 4096, bits, 128 if bits == 4 else 4096)
+def test_tiles_of_few_rows_are_those_that_were_fastest(num_out, size, bits, of_8_rows, of_16_rows) -> None:
+    weight = weight_of(num_out, size, bits, 128 if bits == 4 else size)
     for num_rows, tile in ((8, of_8_rows), (16, of_16_rows)):
         tuning = code_tuning(weight, num_rows, large=True)
         _, found, num_warps = code_variant(weight, num_rows, tuning=tuning)
@@ -77,9 +79,10 @@ def test_tiles_of_few_rows_are_those_that_were_fastest(num_out, bits, of_8_rows,
 @pytest.mark.parametrize("capability", [80, 120])
 @pytest.mark.parametrize("case", code_kernels(large=False), ids=lambda case: case[0])
 def test_tiles_fit_in_smaller_cards(case, capability: int) -> None:
-    _, kernel, constexprs, tuning = case
+    name, kernel, constexprs, tuning = case
     found = describe(compile_kernel(kernel, constexprs | {"OVERLAP": capability >= 90}, tuning, capability))
-    assert found["spilled"] <= 64 and found["shared"] <= 99 << 10 and (found["HMMA"] or kernel is code_sum_kernel)
+    assert found["spilled"] <= (64 if name.startswith("int4 64 rows") else 16)
+    assert found["shared"] <= 99 << 10 and (found["HMMA"] or kernel is code_sum_kernel)
 
 
 def test_bulk_copies_are_for_hopper(monkeypatch) -> None:
