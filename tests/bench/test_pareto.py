@@ -4,11 +4,13 @@ import json
 import random
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from qkv_engine.bench import sweep
 from qkv_engine.bench.pareto import ParetoRow, best_rows, frontier, pareto_table, with_capacity
 from qkv_engine.bench.plots import pareto as plot
 from qkv_engine.bench.plots.labels import Box, Scene, place_labels
@@ -25,7 +27,7 @@ from studies.frontier import main as main_of_frontier
 from studies.frontier import read_rows
 
 from .answering import AnsweringEngine
-from .fake import make_row
+from .fake import Clock, make_row
 from .test_plots import size_of, texts
 
 DEMO = config_from_hf(SHAPES["demo"])
@@ -188,11 +190,15 @@ WORDS = ["bench", "--pareto", "--eval", "addition:2", "--samples", "3"]
 
 
 def use(monkeypatch: pytest.MonkeyPatch, opened: list[tuple[str, int, bool]], **options: Any) -> None:
+    """The command measures engines of exact times, all on one clock."""
+    clock = Clock()
+
     def open_engine(args: Any, plan: Any, kv: Any) -> AnsweringEngine:
         opened.append((kv.name, max(plan.batches_of(kv.name)), kv.eager))
-        return AnsweringEngine(tasks=TASKS, **options)
+        return AnsweringEngine(clock=clock, tasks=TASKS, **options)
 
     monkeypatch.setattr(bench, "_open_engine", open_engine)
+    monkeypatch.setattr(sweep, "sweep", partial(sweep.sweep, clock=clock))
 
 
 def test_each_preset_runs_at_its_largest_batch(
