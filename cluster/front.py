@@ -10,7 +10,6 @@ from hashlib import sha256
 from typing import Any
 from uuid import uuid4
 
-from anyio import to_thread
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle
@@ -21,9 +20,9 @@ from starlette.routing import Mount
 from starlette.types import Message, Receive, Scope, Send
 
 from qkv_engine.serve.app import METRICS_TYPE
-from qkv_engine.serve.bodies import check_parts, read_bytes
+from qkv_engine.serve.bodies import read_bytes
 from qkv_engine.serve.errors import ApiError, ClientGoneError, as_api_error, error_response, last_events
-from qkv_engine.serve.fair_threads import LARGE
+from qkv_engine.serve.fair_threads import FairThreads, Load
 from qkv_engine.serve.frontend import FIRST_TOKEN
 from qkv_engine.serve.keys import authorization_of
 from qkv_engine.serve.limits import Limits
@@ -56,6 +55,7 @@ class Front:
         self._live: set[asyncio.Timeout] = set()  # the time limits of requests under way
         self._is_draining = False
         self._deaths = Deaths()
+        self._threads = FairThreads()
 
     def __serve_build_asgi_app__(self) -> Any:
         """The application, as Ray Serve asks for it."""
@@ -96,8 +96,8 @@ class Front:
     async def _forward(self, scope: dict[str, Any], body: bytes, answer: _Forwarded) -> None:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         authorization = authorization_of(headers) or ""
-        look = partial(_look_at, scope, body, authorization)
-        digest, key = await to_thread.run_sync(look) if len(body) > LARGE else look()
+        look = partial(_look_at, scope, authorization)
+        digest, key = await self._threads.read(Load(authorization, len(body)), body, look)
         self._deaths.check(digest)
         for attempt in range(1, ATTEMPTS + 1):
             answer.head, answer.has_token = None, False
@@ -189,9 +189,8 @@ class _Forwarded:
             raise error  # the connection breaks off, and nobody takes the part for the whole
 
 
-def _look_at(scope: Scope, body: bytes, authorization: str) -> tuple[bytes, str]:
-    """A digest of a request, whoever sends it, and its routing key. Raises ``ApiError``."""
-    check_parts(body)
+def _look_at(scope: Scope, authorization: str, body: bytes) -> tuple[bytes, str]:
+    """A digest of a request, whoever sends it, and its routing key."""
     digest = sha256(scope["path"].encode() + b"\0")
     digest.update(body)
     return digest.digest(), routing_key(body, authorization)

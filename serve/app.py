@@ -162,7 +162,7 @@ async def chat_completions(request: Request) -> Response:
     writer = ChunkWriter(answer, with_usage=body.includes_usage)
 
     def prompts() -> list[list[JsonObject]]:
-        return [for_template(body.messages)]
+        return [for_template(body.messages, frontend.threads)]
 
     kwargs = body.template_kwargs()
     names = body.renamed()
@@ -208,7 +208,8 @@ async def tokenize(request: Request) -> Response:
         if body.prompt is not None:
             return tokenizer.encode(body.prompt, body.add_special_tokens, max_tokens=most)
         kwargs = dict(body.chat_template_kwargs or {}) | ({"tools": body.tools} if body.tools else {})
-        return tokenizer.chat_prompt(for_template(body.messages or []), kwargs, max_tokens=most)[1]
+        messages = for_template(body.messages or [], frontend.threads)
+        return tokenizer.chat_prompt(messages, kwargs, max_tokens=most)[1]
 
     ids = await frontend.with_tokenizer(load, encode)
     return json_response({"count": len(ids), "max_model_len": frontend.engine.max_model_len, "tokens": ids})

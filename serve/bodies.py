@@ -17,13 +17,11 @@ from starlette.requests import Request
 from qkv_engine import SamplingParams, StructuredOutputs
 
 from .errors import ApiError, ClientGoneError
-from .fair_threads import LARGE, Load
+from .fair_threads import Load
 from .frontend import Frontend
 from .limits import Limits
 
 MAX_PROMPTS = 256  # of one request to /v1/completions
-MAX_PARTS = 1 << 13  # lists and objects of a body, read at 8 a microsecond while no other thread of Python runs
-_NO_MARKS = bytes(set(range(256)) - set(b'"[{'))
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, OpenAI's
 T = TypeVar("T", bound=msgspec.Struct)
 R = TypeVar("R")
@@ -275,7 +273,7 @@ async def read_body(request: Request, kind: type[T], frontend: Frontend) -> tupl
 
 
 async def read_with(request: Request, read: Callable[[bytes], R], frontend: Frontend) -> tuple[R, Load]:
-    """What ``read`` makes of the body of ``request``, in a thread if that is large, and whose it is.
+    """What ``read`` makes of the body of ``request``, and whose it is.
 
     Raises ``ApiError`` and ``ClientGoneError``.
     """
@@ -288,14 +286,11 @@ async def read_with(request: Request, read: Callable[[bytes], R], frontend: Fron
     with frontend.seats.held(tenant):
         body = await read_bytes(request, frontend.limits)
         load = Load(tenant, len(body))
-        if load.nbytes <= LARGE:
-            return read(body), load
-        return await frontend.threads.run(load, lambda: read(body)), load
+        return await frontend.threads.read(load, body, read), load
 
 
 def decode(body: bytes, kind: type[T]) -> T:
     """JSON as a ``kind``. Raises ``ApiError`` with the path of the field at fault."""
-    check_parts(body)
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -314,15 +309,6 @@ def invalid(error: msgspec.ValidationError, field: str = "") -> ApiError:
     found = re.search(r"`\$([^`]+)`$", place)
     param = field + (found[1] if found else "")
     return ApiError(400, message, param=param.removeprefix(".") or None)
-
-
-def check_parts(body: bytes) -> None:
-    """Raises ``ApiError`` for JSON of very many lists and objects: no other thread of Python runs while it is read."""
-    if body.count(b"[") + body.count(b"{") <= MAX_PARTS:
-        return
-    marks = body.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NO_MARKS).replace(b'""', b"")
-    if sum(map(len, marks.split(b'"')[::2])) > MAX_PARTS:  # outside of texts
-        raise ApiError(413, f"the body has more than {MAX_PARTS} lists and objects", code="request_too_large")
 
 
 async def read_bytes(request: Request, limits: Limits) -> bytes:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 from anyio import CapacityLimiter, to_thread
 
+from .json_time import decoding_time
+
 THREADS = 8
 TENANT_THREADS = THREADS // 2  # of one tenant, so that another one finds a thread at once
 LARGE = 1 << 18  # bytes of a body above which it is decoded in a thread, and counts for ``MAX_BYTES``
+AT_ONCE = 250e-6  # seconds of decoding; what takes longer is decoded in a thread
 MAX_BYTES = 1 << 23  # of large bodies in threads at once, unless one is alone; tokens take 200 bytes a character
 
 T = TypeVar("T")
@@ -40,6 +45,8 @@ class FairThreads:
         self._waiting: dict[str, deque[_Turn]] = {}  # by tenant; the one that was served last is the last
         self._running: Counter[str] = Counter()  # threads by tenant
         self._nbytes = 0  # of large bodies that have a thread
+        self._decoding = threading.Lock()
+        self._rested = 0.0  # when the next one may decode
 
     async def run(self, load: Load, function: Callable[[], T]) -> T:
         """The result of ``function``, in a thread, when it is the tenant's turn."""
@@ -59,6 +66,30 @@ class FairThreads:
             return await to_thread.run_sync(function, limiter=self._threads)
         finally:
             self._end(tenant, turn)
+
+    async def read(self, load: Load, body: bytes, decode: Callable[[bytes], T]) -> T:
+        """What ``decode`` makes of JSON: at once, or in a thread where that takes long. Raises ``ApiError``."""
+        if load.nbytes <= LARGE and decoding_time(body) <= AT_ONCE:
+            return decode(body)
+
+        def decode_checked() -> T:
+            decoding_time(body)
+            return decode(body)
+
+        return await self.run(load, lambda: self.alone(decode_checked))
+
+    def alone(self, decode: Callable[[], T]) -> T:
+        """The result of ``decode``, in a thread of those that decode one at a time and for half of the time.
+
+        While JSON is decoded no other thread of Python runs, and a step of the engine would wait at each operator.
+        """
+        with self._decoding:
+            time.sleep(max(0.0, self._rested - time.monotonic()))
+            begin = time.monotonic()
+            try:
+                return decode()
+            finally:
+                self._rested = 2 * time.monotonic() - begin
 
     def _give_turns(self) -> None:
         while (tenant := self._next()) is not None:

@@ -37,6 +37,15 @@ def of_parts(before: str, part: str, after: str, size: int = SIZE) -> bytes:
     return (before + ",".join([part] * (size // (len(part) + 1))) + after).encode()
 
 
+USER = {"role": "user", "content": "x"}
+
+
+def with_call(arguments: str) -> dict[str, object]:
+    """A message with an earlier call of a tool."""
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
 def bodies() -> dict[str, tuple[str, bytes]]:
     """Path and body of each kind."""
     call = '{"id":"x","type":"function","function":{"name":"f","arguments":"{}"}}'
@@ -47,10 +56,19 @@ def bodies() -> dict[str, tuple[str, bytes]]:
         "tokenize line ends": (TOKENIZE, b'{"prompt":"' + repeated("\\n").encode() + b'"}'),
         "tokenize what fits": (TOKENIZE, json.dumps({"prompt": repeated("a ", 400_000)}).encode()),
         "detokenize": (DETOKENIZE, of_parts('{"tokens":[', "9", "]}")),
+        "ids at the limit": (COMPLETIONS, of_parts('{"max_tokens":1,"prompt":[', "12345", "]}", 7_400_000)),
         "prompt of ids": (COMPLETIONS, of_parts('{"max_tokens":1,"prompt":[', "9", "]}")),
         "many prompts": (COMPLETIONS, of_parts('{"prompt":[', "[1]", "]}")),
         "many texts": (COMPLETIONS, of_parts('{"prompt":[', '""', "]}")),
-        "prompts that fit": (COMPLETIONS, of_parts('{"prompt":[', "[1]", "]}", 32_000)),
+        "large numbers": (COMPLETIONS, of_parts('{"prompt":[', "1e300", "]}")),
+        "2,400 large numbers": (COMPLETIONS, of_parts('{"prompt":[', "1e300", "]}", 14_400)),
+        "20 large numbers": (COMPLETIONS, of_parts('{"prompt":[', "1e300", "]}", 120)),
+        "small numbers": (COMPLETIONS, of_parts('{"prompt":[', f"0.{'0' * 300}12345678901234567890123", "]}")),
+        "arguments": (CHAT, json.dumps({"messages": [USER, *[with_call("[" + "1e300," * 99 + "1]")] * 20]}).encode()),
+        "keys": (COMPLETIONS, of_parts('{"prompt":"x","logit_bias":{', '"12345":1', "}}")),
+        "keys that fit": (COMPLETIONS, of_parts('{"prompt":"x","logit_bias":{', '"12345":1', "}}", 780_000)),
+        "8,000 prompts": (COMPLETIONS, of_parts('{"prompt":[', "[1]", "]}", 32_000)),
+        "prompts that fit": (COMPLETIONS, of_parts('{"prompt":[', "[1]", "]}", 96_000)),
         "long prompt": (COMPLETIONS, json.dumps({"prompt": repeated("a ")}).encode()),
         "chat": (CHAT, json.dumps({"messages": [{"role": "user", "content": repeated("a ")}]}).encode()),
         "tool calls": (CHAT, of_parts(calls, call, "]}]}", 6 << 20)),

@@ -10,7 +10,7 @@ from qkv_engine.config import BLOCK_TOKENS
 from qkv_engine.device import memory
 from qkv_engine.kv.demand import OPEN_END_BLOCKS
 from qkv_engine.scheduler.pressure import AHEAD_SHARE
-from qkv_engine.serve import bodies
+from qkv_engine.serve.json_time import MAX_SECONDS
 
 from .doc_pages import ROOT
 from .sim.mutants import MUTANTS, QUICK
@@ -38,7 +38,7 @@ STATED = {
         f"| {len(QUICK)} of {len(QUICK)} | {len(MUTANTS)} of {len(MUTANTS)};",
         f"| {NUM_BUGS} of {NUM_BUGS} |",
     ],
-    "docs/serving.md": [f"more than {bodies.MAX_PARTS:,} lists and objects"],
+    "docs/serving.md": [f"more than {MAX_SECONDS * 1000:g} ms to be decoded"],
 }
 
 

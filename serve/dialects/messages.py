@@ -35,7 +35,7 @@ async def answer(request: Request) -> Response:
     answer = MessagesAnswer(asked, answer_id, frontend.name, tools, request.state.id)
 
     def prompts() -> list[list[JsonObject]]:
-        return [for_template(chat.messages)]
+        return [for_template(chat.messages, frontend.threads)]
 
     work = GenerationRequest(
         chat, load, answer, answer, answer_id, NAMES, prompts, template_kwargs=kwargs, tools=tools, shortens=True
@@ -50,7 +50,7 @@ async def count_tokens(request: Request) -> Response:
     frontend.check_model(chat.model)
 
     def count(tokenizer: Tokenizer) -> int:
-        messages, most = for_template(chat.messages), frontend.max_tokens
+        messages, most = for_template(chat.messages, frontend.threads), frontend.max_tokens
         return len(tokenizer.chat_prompt(messages, chat.template_kwargs(), max_tokens=most)[1])
 
     return json_response({"input_tokens": await frontend.with_tokenizer(load, count)})

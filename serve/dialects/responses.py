@@ -33,7 +33,7 @@ def responses_routes(store: ResponseStore) -> list[Route]:
         def prompts() -> list[list[JsonObject]]:
             earlier = [] if before is None else msgspec.json.decode(before.messages)
             conversation[:] = [*earlier, *asked.chat.messages]
-            return [for_template(with_system(body.instructions, conversation))]
+            return [for_template(with_system(body.instructions, conversation), frontend.threads)]
 
         def keep(response: JsonObject, answer: list[JsonObject]) -> None:
             if is_stored:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
 from qkv_engine import Engine
-from qkv_engine.serve import bodies
-from qkv_engine.serve.bodies import MAX_PARTS
+from qkv_engine.serve import bodies, fair_threads
 from qkv_engine.serve.errors import ApiError
 from qkv_engine.serve.fair_threads import LARGE, MAX_BYTES, TENANT_THREADS, THREADS, FairThreads, Load
 from qkv_engine.serve.frontend import MAX_CONTEXTS
@@ -19,7 +21,7 @@ from qkv_engine.serve.keys import Keys
 from qkv_engine.serve.limits import Limits
 from qkv_engine.serve.seats import Seats
 
-from .running import ENDLESS_BODY, HELLO, Running, running
+from .running import ENDLESS_BODY, Running, running
 
 
 class Works:
@@ -159,6 +161,37 @@ def test_a_failure_gives_the_thread_back():
     assert not threads._running and not threads._nbytes
 
 
+def test_one_body_is_decoded_at_a_time_and_for_half_of_the_time(monkeypatch: pytest.MonkeyPatch):
+    now, spans = 100.0, list[tuple[float, float]]()
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    def decode(seconds: float) -> None:
+        begin = now
+        sleep(seconds)
+        time.sleep(0.002)  # in which another one would begin
+        spans.append((begin, now))
+        if seconds == 4:
+            raise ZeroDivisionError
+
+    async def run() -> list[object]:
+        threads = FairThreads()
+        work = (
+            threads.run(Load(tenant, 9), partial(threads.alone, partial(decode, i)))
+            for i, tenant in enumerate("abab", 1)
+        )
+        return await asyncio.gather(*work, return_exceptions=True)
+
+    monkeypatch.setattr(fair_threads, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    found = asyncio.run(run())
+    assert found[:3] == [None] * 3 and isinstance(found[3], ZeroDivisionError)
+    took = [end - begin for begin, end in spans]
+    assert sorted(took) == [1, 2, 3, 4]
+    assert [begin - end for (_, end), (begin, _) in pairwise(spans)] == took[:-1]
+
+
 def status_of(seats: Seats, tenant: str, number: int = 1) -> int:
     try:
         seats.take(tenant, number)
@@ -222,27 +255,6 @@ def test_texts_and_ids_far_beyond_the_context_are_refused(server: Running):
     assert server.post({"tokens": [server.engine.vocab_size]}, "/detokenize").status_code == 400
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/completions", {"prompt": [[1]] * MAX_PARTS}),
-        ("/v1/chat/completions", {"messages": HELLO, "tools": [{}] * MAX_PARTS}),
-        ("/tokenize", {"messages": [{"role": "assistant", "tool_calls": [{}] * MAX_PARTS}]}),
-    ],
-)
-def test_a_body_of_very_many_parts_is_refused_before_they_are_made(server: Running, path: str, body: object):
-    refused = server.post(body, path)
-    assert refused.status_code == 413 and refused.json()["error"]["code"] == "request_too_large"
-
-
-@pytest.mark.parametrize("text", ["[{" * MAX_PARTS, '"[' * MAX_PARTS, "\\[" * MAX_PARTS, '\\"[' * MAX_PARTS])
-def test_brackets_in_texts_are_no_parts(text: str):
-    found = bodies.decode(json.dumps({"prompt": [text, "[", ""]}).encode(), bodies.CompletionBody)
-    assert found.prompt == [text, "[", ""]
-    with pytest.raises(ApiError, match="lists and objects"):
-        bodies.decode(json.dumps({"prompt": [text, [["]"]] * MAX_PARTS]}).encode(), bodies.CompletionBody)
-
-
 def test_more_ids_than_the_context_holds_are_refused_at_once(server: Running, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(server.frontend.threads, "run", None)
     body = {"prompt": [5] * (server.engine.max_model_len + 1)}
@@ -250,14 +262,15 @@ def test_more_ids_than_the_context_holds_are_refused_at_once(server: Running, mo
     assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
 
 
-def test_a_large_body_is_decoded_in_a_thread(server: Running, monkeypatch: pytest.MonkeyPatch):
-    names = []
-    decode = bodies.decode
+@pytest.mark.parametrize(
+    ("other", "is_at_once"), [("x" * 100, True), ("[" * 9000, True), ("x" * (LARGE + 1), False), ([[]] * 300, False)]
+)
+def test_what_takes_long_to_decode_is_decoded_in_a_thread(
+    server: Running, monkeypatch: pytest.MonkeyPatch, other: object, is_at_once: bool
+):
+    names, decode = list[str](), bodies.decode
     monkeypatch.setattr(
         bodies, "decode", lambda *given: names.append(threading.current_thread().name) or decode(*given)
     )
-    for size in (100, LARGE + 1):
-        text = {"prompt": [5, 6], "max_tokens": 1, "other": "x" * size}
-        assert server.post(text).status_code == 200
-    loop, other = names
-    assert loop != other and "AnyIO" in other
+    assert server.post({"prompt": [5, 6], "max_tokens": 1, "other": other}).status_code == 200
+    assert len(names) == 1 and ("AnyIO" in names[0]) != is_at_once

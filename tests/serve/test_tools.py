@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from qkv_engine.serve.fair_threads import FairThreads
 from qkv_engine.serve.tools.families import FAMILIES, HERMES, find_family
 from qkv_engine.serve.tools.family import CallFamily
 from qkv_engine.serve.tools.history import for_template
@@ -303,16 +304,23 @@ def test_remarks_are_no_part_of_a_grammar_but_names_are():
 
 @pytest.mark.parametrize(
     ("sent", "given"),
-    [('{"a": {"b": [1]}}', {"a": {"b": [1]}}), ("", {}), ({"a": 1}, {"a": 1}), ("no JSON", "no JSON"), ("[1]", "[1]")],
+    [
+        ('{"a": {"b": [1]}}', {"a": {"b": [1]}}),
+        ("", {}),
+        (None, {}),
+        ({"a": 1}, {"a": 1}),
+        ("no JSON", "no JSON"),
+        ("[1]", "[1]"),
+    ],
 )
 def test_a_template_gets_arguments_as_objects_and_no_null(sent: object, given: object):
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": sent}}
-    (message,) = for_template([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    (message,) = for_template([{"role": "assistant", "content": None, "tool_calls": [call]}], FairThreads())
     assert message["tool_calls"] == [call | {"function": {"name": "add", "arguments": given}}]
     assert message["content"] == "" and call["function"]["arguments"] is sent
 
 
 def test_malformed_calls_are_the_template_s_to_refuse():
     for calls in (None, "x", 1, [], [1, "x", {}, {"function": "x"}, {"function": {}}, {"function": {"arguments": 1}}]):
-        (message,) = for_template([{"role": "assistant", "content": "Hi", "tool_calls": calls}])
+        (message,) = for_template([{"role": "assistant", "content": "Hi", "tool_calls": calls}], FairThreads())
         assert message["tool_calls"] == calls and message["content"] == "Hi"
