@@ -87,7 +87,7 @@ async def lost_with_a_token() -> AsyncIterator[list[dict[str, Any]]]:
 
 
 def post_all(
-    replicas: FakeReplicas, *prompts: str, limits: Limits | None = None, **headers: str
+    replicas: FakeReplicas, *prompts: object, limits: Limits | None = None, **headers: str
 ) -> list[httpx.Response]:
     """The answers of one front to a completion of each prompt."""
 
@@ -193,9 +193,10 @@ def test_a_front_that_drains_cuts_the_late_and_refuses_the_new():
     asyncio.run(asyncio.wait_for(run(), 10))
 
 
-def test_a_body_that_is_too_long_reaches_no_replica():
+def test_a_body_that_is_too_long_or_takes_too_long_to_decode_reaches_no_replica():
     replicas = FakeReplicas()
     assert post(replicas, Limits(max_body=4)).status_code == 413
+    assert [answer.status_code for answer in post_all(replicas, [1e300] * 3000, [[]] * 30_000)] == [413, 413]
     assert replicas.keys == []
 
 
