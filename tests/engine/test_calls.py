@@ -6,8 +6,10 @@ import pickle
 import random
 import threading
 import time
+from typing import Any
 
 import pytest
+import tqdm.auto  # type: ignore[import-untyped]
 
 import qkv_engine
 from qkv_engine import Engine, EngineStats, KVUsage, RequestError, RequestOutput, RequestStream, SamplingParams
@@ -67,6 +69,19 @@ def test_a_bar_counts_the_requests_and_leaves_no_thread(small_engine: Engine, ca
     assert out == "" and "Requests: 100%" in err and "2/2" in err and threading.enumerate() == before
     small_engine.chat(MESSAGES, SHORT)
     assert capsys.readouterr().err == ""
+
+
+def test_a_bar_is_the_one_that_notebooks_draw(small_engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    drawn = []
+
+    class Drawn(tqdm.auto.tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any):
+            drawn.append(options["desc"])
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr(tqdm.auto, "tqdm", Drawn)
+    small_engine.chat([MESSAGES, MESSAGES], SHORT, use_tqdm=True)
+    assert drawn == ["Requests"]
 
 
 def test_a_with_block_left_early_aborts(small_engine: Engine):
