@@ -147,7 +147,7 @@ def by_rule(scheme: Scheme, asked: Ask, model: LlamaForCausalLM, tokenizer: Toke
 def by_blocks(preset: KVConfig, task: Task, asks: list[Ask]) -> int:
     """Right answers of the engine, which is asked all at once."""
     with Engine(kv=preset, device="cpu", dtype="float32", kv_memory="1GiB") as engine:
-        outputs = engine.generate([asked.prompt for asked in asks], [asked.params for asked in asks])
+        outputs = engine.generate([asked.prompt for asked in asks], [asked.judged for asked in asks])
     return grade([output.text for output in outputs], list(task.examples)).correct
 
 
