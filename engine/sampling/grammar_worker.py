@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-STACK_BYTES = 1 << 20  # for some hundred references in a row; a thread has eight times as much
+STACK_BYTES = 1 << 20  # for some hundred references in a row; a thread has eight times as much, if the system allows
 MAX_LEXER_STATES = 50_000  # of one grammar; each takes about 2 kB
 
 
@@ -41,13 +41,23 @@ class Worker:
             except BaseException as error:  # panics of libraries in Rust are no Exception
                 failures.append(error)
 
-        threading.stack_size(STACK_BYTES)
+        threading.stack_size(stack_bytes())
         thread = threading.Thread(target=check)
         thread.start()
         thread.join()
         if failures:
             raise failures[0]
         return b""
+
+
+def stack_bytes() -> int:
+    """Bytes of the trial's stack: at most half of those that the system gives the engine's threads (``ulimit -s``)."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return STACK_BYTES
+    most = resource.getrlimit(resource.RLIMIT_STACK)[0]
+    return STACK_BYTES if most == resource.RLIM_INFINITY else min(STACK_BYTES, most // 2)
 
 
 def make_table(library: Any, tokenizer_json: str, vocab_size: int, eos_ids: Sequence[int]) -> Any:

@@ -79,15 +79,10 @@ class SandboxProcess:
     def __init__(self, job: Job, setup: bytes):
         """Raises UnavailableError if the process does not start."""
         self.is_idle = True  # not in the middle of an exchange, nor broken by one
-        self._socket, theirs = socket.socketpair()
         try:
-            with theirs:
-                self._process = _spawn(theirs, job)
-        except BaseException as error:
-            self._socket.close()
-            if isinstance(error, OSError):
-                raise _no_start(job, f"cannot start: {error}") from error
-            raise
+            self._socket, self._process = _started(job)
+        except OSError as error:
+            raise _no_start(job, f"cannot start: {error}") from error
         self._finalizer = weakref.finalize(self, _end, self._process, self._socket, os.getpid())
         try:
             deadline = time.monotonic() + job.start_seconds
@@ -200,6 +195,17 @@ def _left(deadline: float) -> float:
     if left <= 0:
         raise TimeoutError
     return left
+
+
+def _started(job: Job) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Our end of the socket to a new process, and the process. Raises OSError."""
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs:
+            return ours, _spawn(theirs, job)
+    except BaseException:
+        ours.close()
+        raise
 
 
 def _spawn(theirs: socket.socket, job: Job) -> subprocess.Popen[bytes]:

@@ -131,6 +131,7 @@ def test_close_breaks_off_a_step_that_a_rank_holds_up(
     stream = found.stream(PROMPTS[0], SamplingParams(max_tokens=600, ignore_eos=True))
     next(stream)
     os.kill(pid, signal.SIGSTOP)
+    time.sleep(0.3)  # until the other rank waits for this one
     found.close()
     assert has_ended(pid) and not found._loop._thread.is_alive() and not caplog.records
     with pytest.raises(EngineDeadError, match="closed"):

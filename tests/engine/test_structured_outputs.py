@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 
 from qkv_engine import Engine, RequestError, StructuredOutputs
 from qkv_engine.sampling import guide
 from qkv_engine.sandbox import Refusal, Sandbox
+
+from ..doc_pages import ROOT
 
 QUESTION = [{"role": "user", "content": "What is 4000+42?"}]
 SCHEMA = {
@@ -150,6 +154,28 @@ def test_a_grammar_that_kills_or_stops_the_library_is_refused(small_engine: Engi
         small_engine.generate("Hello", small_engine.params(structured_outputs=wanted))
     assert caught.value.field == "structured_outputs" and "\n" not in str(caught.value)
     assert sampled(small_engine, StructuredOutputs(regex="ok")) == ["ok"] * 6
+
+
+PROGRAM = """
+from qkv_engine import Engine, RequestError, SamplingParams, StructuredOutputs
+from tests.engine.test_structured_outputs import chain_of_references
+with Engine(kv_memory="64MiB") as engine:
+    for number in (10, 160):
+        form = StructuredOutputs(json=chain_of_references(number))
+        try:
+            engine.generate("Hello", SamplingParams(max_tokens=1, structured_outputs=form))
+            print(number, "is met")
+        except RequestError as error:
+            print(number, "is refused:", error)
+"""
+
+
+def test_a_grammar_that_passes_is_safe_on_smaller_stacks():
+    words = ["sh", "-c", 'ulimit -s 512 && exec "$0" -c "$1"', sys.executable, PROGRAM]
+    run = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert run.returncode == 0, run.stderr
+    met, refused = run.stdout.splitlines()
+    assert met == "10 is met" and refused.startswith("160 is refused") and "too deeply" in refused
 
 
 def test_deep_forms_that_people_write_are_met(small_engine: Engine):

@@ -14,7 +14,6 @@ from unittest.mock import Mock
 import pytest
 
 from qkv_engine import Engine
-from qkv_engine.sandbox import process as sandbox_process
 from qkv_engine.serve.connection import MAX_HEADER_BYTES, LimitedConnection
 from qkv_engine.serve.limits import Limits
 
@@ -287,11 +286,12 @@ def test_requests_behind_a_lost_connection_leave_no_traceback(server: Running, c
     assert "Traceback" not in caplog.text and "Exception" not in caplog.text
 
 
-def test_no_process_for_a_request_is_the_server_s_lack(server: Running, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("lacking", ["_spawn", "socket.socketpair"])
+def test_no_process_for_a_request_is_the_server_s_lack(server: Running, monkeypatch: pytest.MonkeyPatch, lacking: str):
     def refuse(*given: object, **options: object) -> None:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(sandbox_process, "_spawn", refuse)
+    monkeypatch.setattr(f"qkv_engine.sandbox.process.{lacking}", refuse)
     server.engine.tokenizer.close()
     answer = server.post({"messages": HELLO}, CHAT)
     assert answer.status_code == 503 and answer.headers["retry-after"]

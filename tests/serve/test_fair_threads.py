@@ -242,6 +242,23 @@ def test_one_tenant_s_completions_leave_seats_to_the_others(shared: Running):
     shared.wait_until_idle()
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "seats"),
+    [
+        ("/tokenize", {"prompt": "Hi"}, 2),
+        ("/detokenize", {"tokens": [5]}, 2),
+        ("/v1/completions", {"prompt": "Hi", "max_tokens": 1}, 1),
+    ],
+)
+def test_work_that_is_no_request_takes_a_seat_each_time(
+    server: Running, monkeypatch: pytest.MonkeyPatch, path: str, body: object, seats: int
+):
+    """One while the body is read, another one while it is tokenized."""
+    held, take = list[str](), server.frontend.seats.held
+    monkeypatch.setattr(server.frontend.seats, "held", lambda tenant: held.append(tenant) or take(tenant))
+    assert server.post(body, path).status_code == 200 and len(held) == seats
+
+
 def test_texts_and_ids_far_beyond_the_context_are_refused(server: Running):
     most = MAX_CONTEXTS * server.engine.max_model_len
     ids = [5] * most
