@@ -107,7 +107,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     KV memory
         kv_floor: name of the narrowest rung its KV may step down to, such as "int8"; None for the ladder's last.
         kv_pinned: its KV never steps down.
-        tenant: name of the customer it counts for; blocks of the tenant that needs room step down before others'.
+        tenant: name of the customer it counts for; blocks of the tenant that needs room step down before others'. Who
+            has a name leaves others one of eight requests that run at once.
         cache_salt: requests share cached prefixes only under equal salts.
         retain: time after its end, in seconds or as "10min" or "24h", up to 30 days, for which its cached blocks make
             room after those of others; None for none. At most half of KV memory is retained, and a tenant's share.
@@ -115,7 +116,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     Order
         priority: an integer; requests with lower numbers are admitted and computed first, and others give way to them
-            when memory runs out. Equal ones are served in order of arrival.
+            when memory runs out. Of equal ones that of the tenant with the fewest running starts next, of these
+            the one that came first.
     """
 
     n: int = 1

@@ -121,6 +121,7 @@ def _start(config: EngineConfig, device: torch.device, workers: WorkerGroup | No
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         pace=None if config.max_itl_ms is None else Pace(config.max_itl_ms / 1000),
+        takes_turns=True,
         deterministic=config.deterministic,
     )
     layout = TableLayout.of(cache.tables, config.max_num_seqs, max_model_len)

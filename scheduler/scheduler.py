@@ -1,4 +1,4 @@
-"""The scheduler: computed tokens catch up with known tokens, under a token budget, by priority and then arrival.
+"""The scheduler: computed tokens catch up with known tokens, under a token budget, by priority, turn and arrival.
 
 One rule gives chunked prefill, mixed batches and recompute after a preemption. Pure decisions: no tensors, no clock.
 """
@@ -6,6 +6,7 @@ One rule gives chunked prefill, mixed batches and recompute after a preemption. 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from itertools import count
 
 from qkv_engine.errors import CapacityError, QKVError, RequestError
@@ -16,6 +17,7 @@ from .pace import LEAST_CHUNK, Pace
 from .pressure import Pressure
 from .queue import RequestQueue
 from .space import KVSpace
+from .turns import SHARE, in_turn, leaves_places
 
 logger = logging.getLogger("qkv_engine")
 
@@ -26,6 +28,8 @@ class Scheduler:
     A step is ``schedule`` -> run the batch -> ``computed`` for each item -> ``append_token`` where one was sampled. The
     next step may be scheduled before the last two calls: its batch then starts from tokens not known to the host yet.
     With a ``pace`` chunks of prompts beside requests that decode have together no more tokens than it says.
+    ``takes_turns``: of tenants that wait the one with the fewest running is next, and each leaves others an eighth of
+    the places, and of a step's tokens to who has none running.
     ``deterministic``: a prompt is computed block by block, whatever runs beside it, and what a request generated one by
     one, when it is computed again, too.
     """
@@ -37,6 +41,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         pace: Pace | None = None,
+        takes_turns: bool = False,
         deterministic: bool = False,
     ):
         self.space = space
@@ -44,6 +49,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.pace = pace
+        self.takes_turns = takes_turns
         self.requests: dict[str, Request] = {}
         self.waiting = RequestQueue()
         self.running = RequestQueue()
@@ -86,6 +92,7 @@ class Scheduler:
         Empty only when there is no request, or when all wait for tokens in flight or for blocks from host memory.
         """
         budget, chunk_budget = self.max_num_batched_tokens, self._chunk_budget()
+        kept = self._kept_for_newcomers(chunk_budget)
         items, chunks = list[ScheduledRequest](), list[ScheduledRequest]()
         preempted = self.num_preemptions
         self._num_steps += 1
@@ -105,10 +112,10 @@ class Scheduler:
                 continue  # its last token is in flight, or the host has to see the one in flight first
             num_tokens = target - start
             is_chunk = num_tokens > 1
-            if is_chunk and not chunk_budget:
+            if is_chunk and chunk_budget <= kept:
                 continue
             if is_chunk or start == request.num_reserved_tokens:
-                wanted = self._wanted(request, min(budget, chunk_budget) if is_chunk else budget)
+                wanted = self._wanted(request, min(budget, chunk_budget - kept) if is_chunk else budget)
                 num_tokens = self._make_room(request, wanted) if wanted else 0
             if num_tokens:
                 end = start + num_tokens
@@ -218,17 +225,26 @@ class Scheduler:
         least = self.space.block_tokens if self.deterministic else 0
         return min(self.max_num_batched_tokens, max(least, self.pace.chunk_tokens))
 
+    def _kept_for_newcomers(self, chunk_budget: int) -> int:
+        """Tokens of a step that chunks of prompts leave to tenants that wait and have no request running."""
+        if not self.takes_turns or self.deterministic:  # whose chunks are whole blocks
+            return 0
+        have_none = any(not self.running.number_of(tenant) for tenant in self.waiting.tenants)
+        return chunk_budget // (SHARE + 1) if have_none else 0
+
     def _admit(self, budget: int) -> list[ScheduledRequest]:
         """Lets waiting requests run as far as there is room; returns their work."""
         started: list[ScheduledRequest] = []
         if self.waiting:
             self.space.begin_admission(self._num_steps)
-        for request in list(self.waiting):
+        for request in self._in_turn():
             if not budget or len(self.running) == self.max_num_seqs:
                 break
             if self.deterministic and budget < self.space.block_tokens:
                 break
             # A tenant that waits for its own requests to end holds nobody else up.
+            if not self._has_place(request.params.tenant):
+                continue
             if request.params.tenant in self._over_quota or not self.space.within_quota(request):
                 self._over_quota.add(request.params.tenant)
                 continue
@@ -243,6 +259,17 @@ class Scheduler:
             started.append(ScheduledRequest.of(request, request.num_computed_tokens, num_tokens))
             budget -= num_tokens
         return started
+
+    def _in_turn(self) -> Iterable[Request]:
+        if self.takes_turns and len(self.waiting.tenants) > 1:
+            return in_turn(self.waiting, self.running)
+        return list(self.waiting)
+
+    def _has_place(self, tenant: str) -> bool:
+        """Whether one more request of ``tenant`` leaves places to others. They are all there for who has no name."""
+        if not self.takes_turns or not tenant:
+            return True
+        return leaves_places(self.running.number_of(tenant), self.max_num_seqs - len(self.running))
 
     def _evict_all(self) -> bool:
         """Gives up all cached blocks that no request uses; whether there were any."""

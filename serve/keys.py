@@ -14,7 +14,7 @@ MIN_KEY_CHARS = 8  # shorter keys can be guessed
 
 
 class Keys:
-    """The keys of a server and the tenant of each. Without keys every caller is the one tenant "".
+    """The keys of a server and the tenant of each. Without keys, or with those of one tenant, all callers are "".
 
     ``tenant_of`` compares digests and looks at all of them, so that its time says nothing about a key.
     """
@@ -26,17 +26,16 @@ class Keys:
             _check(tenant, key)
             if self._tenants.setdefault(_digest(key), tenant) != tenant:
                 raise ConfigError("two tenants have the same key", field="api_key", value=tenant)
+        names = list(dict.fromkeys(self._tenants.values()))
+        self.num_tenants = max(1, len(names))
+        self._operator = names[0] if len(names) > 1 else ""
 
     def __bool__(self) -> bool:
         return bool(self._tenants)
 
-    @property
-    def num_tenants(self) -> int:
-        return max(1, len(set(self._tenants.values())))
-
     def is_operator(self, tenant: str | None) -> bool:
         """Whether figures of all tenants are for this one: the first, or the only one there is."""
-        return not self._tenants or tenant == next(iter(self._tenants.values()))
+        return tenant == self._operator
 
     def tenant_of(self, authorization: str | None) -> str | None:
         """The tenant whose key the header ``Authorization: Bearer KEY`` has; None for nobody's."""
@@ -45,7 +44,9 @@ class Keys:
         scheme, _, key = (authorization or "").partition(" ")
         given = _digest(key.strip())
         found = [tenant for digest, tenant in self._tenants.items() if hmac.compare_digest(digest, given)]
-        return found[0] if found and scheme.lower() == "bearer" else None
+        if not found or scheme.lower() != "bearer":
+            return None
+        return found[0] if self.num_tenants > 1 else ""
 
 
 def authorization_of(headers: Mapping[str, str]) -> str | None:

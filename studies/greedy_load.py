@@ -77,6 +77,11 @@ def bodies() -> dict[str, tuple[str, bytes]]:
             CHAT,
             of_parts('{"messages":[{"role":"user","content":"x"}],"tools":[', "{}", "]}", 24_500),
         ),
+        "many answers": (
+            COMPLETIONS,
+            json.dumps({"prompt": "x", "n": 16, "max_tokens": 200, "ignore_eos": True}).encode(),
+        ),
+        "8,000 ids": (COMPLETIONS, of_parts('{"max_tokens":1,"prompt":[', "9", "]}", 16_000)),
         "slow grammar": (COMPLETIONS, json.dumps({"prompt": "x", "structured_outputs": {"grammar": SLOW}}).encode()),
         "chain of references": (COMPLETIONS, json.dumps({"prompt": "x", "response_format": form}).encode()),
     }

@@ -91,6 +91,17 @@ def test_a_with_block_left_early_aborts(small_engine: Engine):
     assert list(stream) == []
 
 
+def test_a_tenant_with_more_requests_than_places_delays_no_other(small_engine: Engine):
+    long = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, tenant="a")
+    streams = [small_engine.stream([5, 6 + index], long) for index in range(80)]  # for 64 places
+    next(streams[0])
+    small_engine.generate([[7]], SamplingParams(max_tokens=1, tenant="b"))
+    stats = small_engine.stats()
+    for stream in streams:
+        stream.close()
+    assert (stats.num_running, stats.num_waiting) == (56, 24)
+
+
 def test_params_begin_at_the_models(demo_engine: Engine):
     changed = demo_engine.params(kv_pinned=True, max_tokens=3)
     assert changed.temperature == demo_engine.default_params.temperature == 0.0

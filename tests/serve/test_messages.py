@@ -242,7 +242,7 @@ def test_tokens_are_counted_as_they_are_used(tools: Running, server: Running, cl
 def test_a_key_is_taken_from_either_header(small_engine: Engine):
     import anthropic
 
-    with running(small_engine, keys=Keys([("alice", "alice-secret-1")])) as server:
+    with running(small_engine, keys=Keys([("alice", "alice-secret-1"), ("bob", "bob-secret-22")])) as server:
         assert client_of(server, "alice-secret-1").messages.create(**{**ASKED, "max_tokens": 1}).type == "message"
         bearer = anthropic.Anthropic(base_url=server.url, auth_token="alice-secret-1", max_retries=0)
         assert bearer.messages.count_tokens(model="demo", messages=HELLO).input_tokens

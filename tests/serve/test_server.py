@@ -133,6 +133,10 @@ def test_a_key_file_names_tenants(tmp_path: Path):
     keys = Keys(read_keys(path))
     assert keys.tenant_of(f"Bearer {ALICE}") == "alice" and keys.tenant_of(f"bearer {BOB}") == "key-4"
     assert keys.tenant_of(None) is keys.tenant_of("Bearer x") is None
+    assert [keys.is_operator(tenant) for tenant in ("alice", "key-4", "", None)] == [True, False, False, False]
+    alone = Keys([("alice", ALICE), ("alice", BOB)])  # two keys, one tenant: nobody to leave places or seats to
+    assert alone.num_tenants == 1 and alone.tenant_of(f"Bearer {BOB}") == "" and alone.tenant_of("Bearer x") is None
+    assert [alone.is_operator(tenant) for tenant in ("", None)] == [True, False]
     for text in ("", "a b c\n", "short\n"):
         path.write_text(text)
         with pytest.raises(ConfigError) as caught:

@@ -81,6 +81,15 @@ def with_pace(options: Options) -> Options:
     return replace(changed, chunk_tokens=rng.randint(1, max(1, min(options.budget, 3 * options.block))))
 
 
+def with_turns(options: Options) -> Options:
+    """The same options with tenants that take turns, in batches of few places and crowds that wait for them."""
+    rng = random.Random(f"turns {options.seed}")
+    return replace(
+        options, takes_turns=True, tenants=rng.choice((2, 3)), quota=None, max_num_seqs=rng.choice((2, 3, 8, 9)),
+        crowd=rng.choice((8, 20)), arrivals=1.0,
+    )  # fmt: skip
+
+
 def with_priorities(options: Options) -> Options:
     """The same options with three priorities."""
     return replace(options, priorities=3)
@@ -299,6 +308,9 @@ CASES = {
     "hints": Case(
         with_hints, range(13_000, 13_016), range(13_100, 13_600),
         (*(kind for kind in KINDS if kind != "refused"), "done"),
+    ),
+    "turns": Case(
+        with_turns, range(16_000, 16_012), range(16_100, 16_400), tuple(kind for kind in KINDS if kind != "refused")
     ),
     "priorities": Case(with_priorities, range(7100, 7110), range(7200, 7500)),
 }  # fmt: skip

@@ -47,6 +47,7 @@ MODULES = {  # in order of their imports
     "output": "qkv_engine.scheduler.output",
     "coldest": "qkv_engine.scheduler.coldest",
     "pressure": "qkv_engine.scheduler.pressure",
+    "turns": "qkv_engine.scheduler.turns",
     "scheduler": "qkv_engine.scheduler.scheduler",
     "submission": "qkv_engine.serving.submission",
     "registry": "qkv_engine.serving.registry",

@@ -196,7 +196,8 @@ def check_queues(scheduler: Any, space: SpySpace) -> None:
     for request in together:  # equal requests of a tenant: the running ones came before the waiting ones
         if request in space.hosted.waits:  # others may start while blocks come for it
             continue
-        equals = request.params.tenant if space.options.quota else "", request.params.priority
+        own = space.options.quota or space.options.takes_turns
+        equals = request.params.tenant if own else "", request.params.priority
         require(request.arrival > previous.get(equals, -1), "a later request runs before an earlier one")
         previous[equals] = request.arrival
         require(scheduler.requests.get(request.request_id) is request, "the registry disagrees")

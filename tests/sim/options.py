@@ -166,6 +166,7 @@ class Options:
     scored: float = 0.0  # share of requests with ``num_prefill_tokens``
     chunk_tokens: int | None = None  # of a step with decoding requests; None: no limit
     priorities: int = 1  # to choose from
+    takes_turns: bool = False  # whether tenants do
     visible: int | None = None  # tokens that a token sees in the first group
     more_groups: tuple[Group, ...] = ()
     resizes: float = 0.0  # changes of the memory's size, a step

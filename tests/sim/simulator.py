@@ -73,6 +73,7 @@ class Simulation:
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.budget,
             pace=None if options.chunk_tokens is None else FixedPace(options.chunk_tokens),
+            takes_turns=options.takes_turns,
         )
         self.space.scheduler = self.scheduler
         self.core: Any = self.code.EngineCore(

@@ -12,6 +12,7 @@ from qkv_engine.errors import CapacityError
 
 from .broken import require
 from .tier import draw_copy_nbytes
+from .turns import check_turns
 
 if TYPE_CHECKING:
     from .simulator import Simulation
@@ -25,9 +26,12 @@ def spy_scheduler(simulation: Simulation, base: Any) -> type:
             simulation.before_schedule()
             self.copy_nbytes = draw_copy_nbytes(simulation)
             limited = self.pace is not None and any(request.decodes for request in self.running)
+            before = set(self.running)
             batch = super().schedule()
             require(not limited or batch.num_chunk_tokens <= self.pace.chunk_tokens, "chunks are over the limit")
             simulation.scheduled(batch)
+            if self.takes_turns:
+                check_turns(self, {item.request.params.tenant for item in batch.items if item.request not in before})
             return batch
 
         def _preempt(self, request: Any) -> None:
