@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from qkv_engine.bench import compare as compare_module
 from qkv_engine.bench.compare import compare
 from qkv_engine.bench.result_files import read_records
 from qkv_engine.cli.main import main
@@ -115,11 +116,14 @@ def test_largest_batches_match_though_another_one_fits(tmp_path: Path) -> None:
     assert compare([first, other], 0.05).missing == ["bf16, batch 57"]
 
 
-def test_the_nearest_batch_matches_among_very_many(tmp_path: Path) -> None:
+def test_the_nearest_batch_matches_among_very_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = []
+    monkeypatch.setattr(compare_module, "abs", lambda x: looked.append(x) or abs(x), raising=False)
     before = [row(batch=10 * i, output_tok_s=1) for i in range(1, 6_001)]
     after = [row(batch=10 * i + 1, output_tok_s=1) for i in range(6_000, 0, -1)]  # pair by pair this takes minutes
     found = compare([write(tmp_path / "a.jsonl", *before), write(tmp_path / "b.jsonl", *after)], 0.05)
     assert not found.missing and len(found.changes) == 6_000
+    assert 6_000 <= len(looked) < 100 * 6_000  # of 36 million pairs
     assert found.changes[0].row == "bf16, batch 10 beside 11"
     assert found.changes[-1].row == "bf16, batch 60000 beside 60001"
 
