@@ -360,7 +360,7 @@ def paged_decode(
             out, total = merge_steadily(out, lse)
             lse = lse if null_logits is None else total.log() + lse.amax(0)
         else:
-            out, lse = merge_parts(out, lse), lse.logsumexp(0)
+            out, lse = merge_parts(out, lse), lse if null_logits is None else lse.logsumexp(0)
     elif plan.order is not None:
         out, lse = out[plan.order[0]], lse[plan.order[0]]
     if null_logits is not None:
