@@ -69,14 +69,16 @@ class FairThreads:
 
     async def read(self, load: Load, body: bytes, decode: Callable[[bytes], T]) -> T:
         """What ``decode`` makes of JSON: at once, or in a thread where that takes long. Raises ``ApiError``."""
-        if load.nbytes <= LARGE and decoding_time(body) <= AT_ONCE:
+        is_large = load.nbytes > LARGE  # counting it takes long, too
+        if not is_large and decoding_time(body) <= AT_ONCE:
             return decode(body)
 
-        def decode_checked() -> T:
-            decoding_time(body)
+        def decode_counted() -> T:
+            if is_large:
+                decoding_time(body)
             return decode(body)
 
-        return await self.run(load, lambda: self.alone(decode_checked))
+        return await self.run(load, lambda: self.alone(decode_counted))
 
     def alone(self, decode: Callable[[], T]) -> T:
         """The result of ``decode``, in a thread of those that decode one at a time and for half of the time.
