@@ -6,10 +6,9 @@ import pickle
 import random
 import threading
 import time
-from typing import Any
+from importlib import import_module
 
 import pytest
-import tqdm.auto  # type: ignore[import-untyped]
 
 import qkv_engine
 from qkv_engine import Engine, EngineStats, KVUsage, RequestError, RequestOutput, RequestStream, SamplingParams
@@ -72,14 +71,14 @@ def test_a_bar_counts_the_requests_and_leaves_no_thread(small_engine: Engine, ca
 
 
 def test_a_bar_is_the_one_that_notebooks_draw(small_engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    drawn = []
+    drawn, bar = [], import_module("tqdm.auto").tqdm
+    begin = bar.__init__
 
-    class Drawn(tqdm.auto.tqdm):  # type: ignore[misc]
-        def __init__(self, *args: Any, **options: Any):
-            drawn.append(options["desc"])
-            super().__init__(*args, **options)
+    def draw(self: object, *args: object, **options: object) -> None:
+        drawn.append(options["desc"])
+        begin(self, *args, **options)
 
-    monkeypatch.setattr(tqdm.auto, "tqdm", Drawn)
+    monkeypatch.setattr(bar, "__init__", draw)
     small_engine.chat([MESSAGES, MESSAGES], SHORT, use_tqdm=True)
     assert drawn == ["Requests"]
 
