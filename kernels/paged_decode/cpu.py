@@ -24,6 +24,7 @@ from .rows import RequestRow, SealedBlock, SlotColumn
 
 SCRATCH_NBYTES = 2**20  # of K and V copied for one call: more leave the cache, fewer make more calls
 FEW_BLOCKS = 8  # up to so many full and open blocks share one call, which costs as much as a block or two
+LEAST_RUN = 4  # blocks in an even run that have a call of their own, so that they need no copy
 JOINED_BLOCKS = 2  # up to so many blocks of a lone request are copied, in less time than a call and a merge take
 
 Lengths = Sequence[int] | Mapping[int, int]  # tokens written to a request's open block, by request
@@ -34,15 +35,16 @@ Part = tuple[Tensor, Tensor]  # outputs [n, H, G, D] and log-sum-exps [n, H, G]
 class DenseGroup:
     """Dense slots attended together, ``num_rows`` rows of ``columns``.
 
-    A lone column whose ``slots`` are a slice is read in place. ``queries`` names each row's request, ``None`` where
-    every request has one row, in order, or the only request has them all; ``mask`` hides the unwritten tokens of the
-    last column, and those of the first before a window; ``opened`` has place and request of the rows whose last slot
-    may be partly written. ``unit``: a multiple of it is attended of them, with a mask, however few are valid.
+    A lone column whose ``slots`` are a slice is read in place; those of a lone row are joined. ``queries`` names each
+    row's request, ``None`` where every request has one row, in order, or the only request has them all; ``mask`` hides
+    the unwritten tokens of the last column, and those of the first before a window; ``opened`` has place and request of
+    the rows whose last slot may be partly written. ``unit``: a multiple of it is attended of them, with a mask, however
+    few are valid.
     """
 
     columns: tuple[SlotColumn, ...]
     num_rows: int
-    queries: Tensor | None
+    queries: Tensor | slice | None
     opened: tuple[tuple[int, int], ...]
     all_open: bool
     unit: int | None
@@ -75,11 +77,11 @@ class DenseGroup:
         """Parts of the group's rows; q [B, H, G, D]."""
         q = q.to(pages.blocks.dtype)
         q = q.expand(self.num_rows, -1, -1, -1) if self.queries is None else q[self.queries]
-        slots = self.columns[0].slots
-        if isinstance(slots, slice):
-            k, v = self.columns[0].pages(pages)[slots].unbind(1)
-            return [partial_attention(q, k, v, scale=scale, mask=self.mask, softcap=softcap)]
         sources = [column.pages(pages) for column in self.columns]
+        if isinstance(self.columns[0].slots, slice):
+            found = [source[column.slots] for source, column in zip(sources, self.columns, strict=True)]
+            k, v = (found[0] if len(found) == 1 else torch.cat(found, 3)).unbind(1)
+            return [partial_attention(q, k, v, scale=scale, mask=self.mask, softcap=softcap)]
         step = max(1, SCRATCH_NBYTES // sum(source[:1].nbytes for source in sources))
         parts = []
         for start in range(0, self.num_rows, step):
@@ -112,7 +114,7 @@ class SealedGroup:
 
     rung: int
     where: Tensor | range
-    queries: Tensor | None
+    queries: Tensor | slice | None
     bank: Tensor | None = None
     hidden: Tensor | None = None
 
@@ -219,21 +221,32 @@ class _Builder:
                 row = RequestRow(b, [slot], 0, None, self._num_hidden(r, first), self._place(first))
                 alike[False, 1, is_few, row.num_hidden > 0].append(row)
         for rows in alike.values():
+            self._add_alike(rows)
+
+    def _add_alike(self, rows: list[RequestRow]) -> None:
+        """Adds rows with equally many slots of the same kinds, lone slots in the long runs that they lie in."""
+        if len(rows[0].slots) > 1:
             self._add_rows(rows)
+            return
+        scattered = list[RequestRow]()
+        for run in _even_runs(sorted(rows, key=lambda row: row.slots)):
+            if len(run) >= LEAST_RUN:
+                self._add_rows(run)
+            else:
+                scattered += run
+        if scattered:
+            is_run = _even_run([row.slots[0] for row in scattered]) is not None
+            self._add_rows(scattered if is_run else sorted(scattered))  # copies in the order of their requests
 
     def _add_rows(self, rows: list[RequestRow]) -> None:
-        """Adds a group of rows with equally many slots of the same kinds."""
-        run = None
-        if len(rows[0].slots) == 1:
-            in_order = sorted(rows, key=lambda row: row.slots)
-            run = _even_run([row.slots[0] for row in in_order])
-            rows = rows if run is None else in_order
+        """Adds a group of rows with equally many slots of the same kinds; lone slots in an even run come in order."""
         num_sink = max(row.num_sink for row in rows)
         if num_sink and self.is_steady:
             num_sink = self.sink_tokens
         columns = list[SlotColumn]()
         for slots in zip(*(row.slots for row in rows), strict=True):
             is_sink = num_sink > 0 and not columns
+            run = _even_run(slots) if len(rows) == 1 or len(rows[0].slots) == 1 else None
             where = torch.tensor(slots) if run is None else slice(run.start, run.stop, run.step)
             columns.append(SlotColumn(is_sink, where, num_sink if is_sink else self.block_tokens))
         opened = tuple((place, row.request) for place, row in enumerate(rows) if row.num_valid is not None)
@@ -299,13 +312,25 @@ class _Builder:
             return request.positions.get(rung, [])
         return [0] * len(request.sealed.get(rung, ()) if rung else request.full)
 
-    def _queries(self, owner: list[int]) -> Tensor | None:
+    def _queries(self, owner: list[int]) -> Tensor | slice | None:
         if len(self._parts) == 1 or owner == list(range(len(self._parts))):
             return None
-        return torch.tensor(owner)
+        is_run = owner == list(range(owner[0], owner[0] + len(owner)))
+        return slice(owner[0], owner[0] + len(owner)) if is_run else torch.tensor(owner)
 
 
-def _even_run(numbers: list[int]) -> range | None:
+def _even_runs(rows: list[RequestRow]) -> list[list[RequestRow]]:
+    """Rows of lone slots, in order, cut where the step from slot to slot changes."""
+    runs, step = [rows[:1]], 0
+    for before, row in pairwise(rows):
+        last_step, step = step, row.slots[0] - before.slots[0]
+        if len(runs[-1]) > 1 and step != last_step:
+            runs.append([runs[-1].pop()] if len(runs[-1]) == 2 else [])
+        runs[-1].append(row)
+    return runs
+
+
+def _even_run(numbers: Sequence[int]) -> range | None:
     """Growing numbers in even steps as a range; ``None`` for others."""
     steps = {b - a for a, b in pairwise(numbers)} or {1}
     step = steps.pop()

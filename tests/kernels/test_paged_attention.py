@@ -87,7 +87,24 @@ def test_evenly_spaced_blocks_are_read_in_place():
 
     assert slots_read([[3, 4], [5, 6]]) == [slice(3, 7, 1)]
     assert slots_read([[0], [5], [10]]) == [slice(0, 11, 5)]
+    in_runs = slots_read([[9], [10], [11], [12], [0], [3], [4], [5], [6]])
+    assert in_runs == [slice(3, 7, 1), slice(9, 13, 1), slice(0, 1, 1)]
     assert [slots.tolist() for slots in slots_read([[9], [0], [11]])] == [[9, 0, 11]]
+
+
+@pytest.mark.parametrize(
+    "places", [[12, 11, 10, 9, 3, 4, 5, 6], [3, 5, 7, 9, 10, 11, 12, 0], [8, 4, 11, 0, 3, 9, 6, 1]]
+)
+def test_runs_of_blocks_are_attended_as_scattered_ones_are(places: list[int]):
+    pages, tables = dense_pages(26, 2, 64, torch.float32), [[13 + place, place] for place in places]
+    poison_unused(pages.blocks, tables, float("nan"))
+    q, lengths = torch.randn(len(places), 4, 64), [BLOCK_TOKENS + 30 + place for place in places]
+    plan = DecodePlan.build(locate(tables, lengths), BLOCK_TOKENS)
+    for grown in (0, 1, 80):
+        requests = locate(tables, [length + grown for length in lengths])
+        later = plan.with_lengths([length + grown - BLOCK_TOKENS for length in lengths])
+        expected = paged_decode_reference(q, pages, requests, SCALE)
+        assert relative_error(paged_decode(q, pages, later, SCALE), expected) < 1e-5
 
 
 @pytest.mark.parametrize("nbytes", [1, 2**18])
