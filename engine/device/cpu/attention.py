@@ -47,10 +47,22 @@ class Extent(NamedTuple):
     def num_tokens(self) -> int:
         return self.num_sink + self.num_full * BLOCK_TOKENS + self.num_open
 
-    def is_like(self, other: Extent) -> bool:
-        """Whether both extents end in the same block, and differ there at most."""
-        same = self.row == other.row and self.num_full == other.num_full and self.num_sink == other.num_sink
-        return same and bool(self.num_open) == bool(other.num_open)
+    @property
+    def num_left(self) -> int:
+        """Tokens that may follow without another block being begun or filled."""
+        return BLOCK_TOKENS - 1 - self.num_open if self.num_open else 0
+
+
+class Decodes(NamedTuple):
+    """A step of single tokens: its ``plan``, the ``rows`` that K and V are written to, and how full open blocks are.
+
+    ``num_left``: steps that may follow without a block being begun or filled.
+    """
+
+    plan: DecodePlan
+    rows: Tensor
+    num_open: list[int]
+    num_left: int
 
 
 class CpuAttentionPlanner:
@@ -79,9 +91,20 @@ class CpuAttentionPlanner:
         for group in self._groups:
             group.forget()
 
-    def plan(self, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> AttentionBatch:
-        """The plan of ``lengths`` tokens from ``starts`` of the requests in ``rows``; single tokens come first."""
-        return over_groups(self._ladder, [group.plan(rows, starts, lengths) for group in self._groups])
+    def plan(
+        self, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int], *, goes_on: bool = False
+    ) -> AttentionBatch:
+        """The plan of ``lengths`` tokens from ``starts`` of the requests in ``rows``; single tokens come first.
+
+        ``goes_on``: they are the next single tokens of the last plan's requests, in the same order.
+        """
+        plans = [(goes_on and group.go_on()) or group.plan(rows, starts, lengths) for group in self._groups]
+        return over_groups(self._ladder, plans)
+
+    def order(self, rows: Sequence[int], starts: Sequence[int]) -> list[int]:
+        """Single tokens as the blocks lie in memory that they are written to: so blocks are read in place, in order."""
+        main = self._groups[self._ladder.groups.index(self._ladder.main)]
+        return sorted(range(len(rows)), key=lambda i: main.place(rows[i], starts[i]))
 
 
 class CpuGroupPlanner:
@@ -102,39 +125,47 @@ class CpuGroupPlanner:
         self._pages = _layer_pages(memory, group)
         self._rows = memory.view(group.widest.dtype).view(-1, group.widest.shape.head_dim)
         self._row_nbytes = group.row_nbytes
-        self._decodes: tuple[list[Extent], DecodePlan] | None = None  # of the last step, without a window
+        self._last: Decodes | None = None  # the last step's, without a window and chunks
 
     def forget(self) -> None:
         """Drops the last step's plan."""
-        self._decodes = None
+        self._last = None
+
+    def go_on(self) -> CpuAttention | None:
+        """The last step's plan for the next tokens; ``None`` if a block is begun or filled."""
+        if self._last is None or not self._last.num_left:
+            return None
+        num_open = [number + 1 for number in self._last.num_open]
+        plan, rows = self._last.plan.with_lengths(num_open), self._last.rows + 1
+        self._last = Decodes(plan, rows, num_open, self._last.num_left - 1)
+        return self._attention(rows, len(num_open), plan, [])
 
     def plan(self, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> CpuAttention:
         """See ``CpuAttentionPlanner``."""
         token_rows = torch.tensor(self._token_rows(rows, starts, lengths))
+        by_layer = head_rows(token_rows, len(self._pages), self._num_kv_heads)
         num_decodes = sum(1 for length in lengths if length == 1)
-        plan = self._plan_decodes(rows[:num_decodes], starts[:num_decodes]) if num_decodes else None
+        extents = [self._extent(row, start + 1) for row, start in zip(rows[:num_decodes], starts, strict=False)]
+        plan = self._plan_decodes(extents) if extents else None
         chunks, first = [], num_decodes
         for row, start, length in list(zip(rows, starts, lengths, strict=True))[num_decodes:]:
             chunks.append(Chunk(first, first + length, self._past(row, start)))
             first += length
-        by_layer = head_rows(token_rows, len(self._pages), self._num_kv_heads)
+        self._last = None
+        if plan is not None and not chunks and self.window is None:
+            num_left = min(extent.num_left for extent in extents)
+            self._last = Decodes(plan, by_layer, [extent.num_open for extent in extents], num_left)
+        return self._attention(by_layer, num_decodes, plan, chunks)
+
+    def _attention(
+        self, by_layer: Tensor, num_decodes: int, plan: DecodePlan | None, chunks: list[Chunk]
+    ) -> CpuAttention:
         return CpuAttention(self._specs, self.window, self._pages, self._rows, by_layer, num_decodes, plan, chunks)
 
-    def _plan_decodes(self, rows: Sequence[int], starts: Sequence[int]) -> DecodePlan:
+    def _plan_decodes(self, extents: list[Extent]) -> DecodePlan:
         """The plan of single tokens. A window's edge is elsewhere in each step, and so is its plan made anew."""
-        extents = [self._extent(row, start + 1) for row, start in zip(rows, starts, strict=True)]
-        if self.window is None:
-            return self._plan_all(extents)
-        pages = [self._locate(extent, extent.num_tokens - self.window) for extent in extents]
-        return self._build(pages)
-
-    def _plan_all(self, extents: list[Extent]) -> DecodePlan:
-        """The last step's plan with new lengths; a new plan if a request came or went, or a block was filled."""
-        if self._decodes is None or not _are_alike(extents, self._decodes[0]):
-            plan = self._build([self._locate(extent) for extent in extents])
-            self._decodes = extents, plan
-            return plan
-        return self._decodes[1].with_lengths([extent.num_open for extent in extents])
+        starts = [0 if self.window is None else extent.num_tokens - self.window for extent in extents]
+        return self._build([self._locate(*each) for each in zip(extents, starts, strict=True)])
 
     def _build(self, pages: list[RequestPages]) -> DecodePlan:
         unit = self._unit() if self._is_steady else None
@@ -174,18 +205,21 @@ class CpuGroupPlanner:
             found.open = tables.entry(extent.row, first + extent.num_full)[0] // row_nbytes, extent.num_open
         return found
 
+    def place(self, row: int, position: int) -> tuple[int, int, int]:
+        """Where a token is written: its row, the rows from head to head, and its number in its slot."""
+        index, offset, stride = 0, position, self.sink
+        if position >= self.sink:
+            index, offset = divmod(position - self.sink, BLOCK_TOKENS)
+            index, stride = index + bool(self.sink), BLOCK_TOKENS
+        return self.tables.entry(row, index)[0] // self._row_nbytes + offset, stride, offset
+
     def _token_rows(self, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]]:
         """Rows and strides by which the step's K and V are written, one a token; see ``kernels/rope_kv_write``."""
-        sink, row_nbytes = self.sink, self._row_nbytes
         found: list[tuple[int, int]] = []
         for row, start, length in zip(rows, starts, lengths, strict=True):
             end = start + length
             while start < end:
-                index, offset, stride = 0, start, sink
-                if start >= sink:
-                    index, offset = divmod(start - sink, BLOCK_TOKENS)
-                    index, stride = index + bool(sink), BLOCK_TOKENS
-                first = self.tables.entry(row, index)[0] // row_nbytes + offset
+                first, stride, offset = self.place(row, start)
                 num_tokens = min(end - start, stride - offset)
                 found.extend((first + i, stride) for i in range(num_tokens))
                 start += num_tokens
@@ -254,10 +288,6 @@ class CpuAttention:
                 null_logits=null_logits,
             )
         return out
-
-
-def _are_alike(extents: list[Extent], others: list[Extent]) -> bool:
-    return len(extents) == len(others) and all(map(Extent.is_like, extents, others))
 
 
 def _layer_pages(memory: Tensor, group: LayerGroup) -> list[LayerPages]:

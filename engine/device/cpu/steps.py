@@ -33,6 +33,8 @@ class CpuSteps:
         self._rows, self._starts, self._lengths, self._num_tokens = list[int](), list[int](), list[int](), 0
         self._ids = self._positions = self._sampled = torch.zeros(0, dtype=torch.int64)
         self._is_padded = False
+        self._order: Tensor | None = None  # of single tokens: that of their blocks, in which they are computed
+        self._places: Tensor | None = None  # of the command's items in it
 
     def execute(self, command: StepCommand) -> Computed:
         """Computes the KV of the command's tokens and the results that it asks for."""
@@ -43,18 +45,26 @@ class CpuSteps:
             self._go_on()
         else:
             self._begin(command)
-        step = self._planner.plan(self._rows, self._starts, self._lengths)
+        step = self._planner.plan(self._rows, self._starts, self._lengths, goes_on=command.goes_on)
         if self._states is not None:
             step = HybridStep(step, self._states.plan(self._rows, self._starts, self._lengths))
         hidden = self.model(self._ids, self._positions, step)[: self._num_tokens]
+        if self._places is not None:
+            hidden = hidden[self._places]
         computed = read_hidden(self.model, hidden, command, self._lengths)
         if computed.tokens is not None:
             self._sampled = computed.tokens.token_ids
         return computed
 
     def _begin(self, command: StepCommand) -> None:
-        self._rows, self._starts, self._lengths = command.rows, command.starts, command.lengths
-        tokens = Tokens.of(command.rows, command.starts, command.lengths, command.ids)
+        self._rows, self._starts, self._lengths, ids = command.rows, command.starts, command.lengths, command.ids
+        self._order = self._places = None
+        order = self._planner.order(command.rows, command.starts) if command.lengths[-1] == 1 else []
+        if order != sorted(order):
+            self._rows, self._starts, ids = ([values[i] for i in order] for values in (self._rows, self._starts, ids))
+            self._order = torch.tensor(order)
+            self._places = self._order.argsort()
+        tokens = Tokens.of(self._rows, self._starts, self._lengths, ids)
         self._num_tokens = len(tokens.ids)
         padding = [0] * (padded_rows(self._num_tokens, self._ids.device) - self._num_tokens)
         self._is_padded = bool(padding)
@@ -63,7 +73,8 @@ class CpuSteps:
     def _go_on(self) -> None:
         self._starts = [start + 1 for start in self._starts]
         self._positions += 1  # of padding, too
+        sampled = self._sampled if self._order is None else self._sampled[self._order]
         if self._is_padded:
-            self._ids[: self._num_tokens] = self._sampled
+            self._ids[: self._num_tokens] = sampled
         else:
-            self._ids = self._sampled
+            self._ids = sampled
