@@ -253,11 +253,11 @@ class RMSNorm(Norm):
 
         The norm is of ``Float8Rows`` where the product with ``reader``, which alone reads it, would make such rows.
         """
-        if reader is not None and reads_rows(x, reader) and not x.requires_grad:
-            return rms_norm_rows(x, residual, self.weight, self.eps), x if residual is None else residual
         if self._scaled_weight is not None:
             summed = x if residual is None else residual.add_(x)
             return scaled_rms_norm(summed, self._scaled_weight, self.eps), summed
+        if reader is not None and reads_rows(x, reader) and not x.requires_grad:
+            return rms_norm_rows(x, residual, self.weight, self.eps), x if residual is None else residual
         if residual is not None and x.requires_grad:
             x, residual = add(residual, x), None
         if residual is None:

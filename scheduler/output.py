@@ -52,6 +52,8 @@ class ScheduledBatch:
     @property
     def num_chunk_tokens(self) -> int:
         """Tokens of the chunks."""
+        if not self.items or self.items[-1].num_tokens == 1:
+            return 0
         return sum(item.num_tokens for item in self.items if item.num_tokens > 1)
 
     @property

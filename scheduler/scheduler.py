@@ -227,7 +227,7 @@ class Scheduler:
 
     def _kept_for_newcomers(self, chunk_budget: int) -> int:
         """Tokens of a step that chunks of prompts leave to tenants that wait and have no request running."""
-        if not self.takes_turns or self.deterministic:  # whose chunks are whole blocks
+        if not self.takes_turns or self.deterministic or not self.waiting:  # deterministic chunks are whole blocks
             return 0
         have_none = any(not self.running.number_of(tenant) for tenant in self.waiting.tenants)
         return chunk_budget // (SHARE + 1) if have_none else 0
@@ -235,8 +235,9 @@ class Scheduler:
     def _admit(self, budget: int) -> list[ScheduledRequest]:
         """Lets waiting requests run as far as there is room; returns their work."""
         started: list[ScheduledRequest] = []
-        if self.waiting:
-            self.space.begin_admission(self._num_steps)
+        if not self.waiting:
+            return started
+        self.space.begin_admission(self._num_steps)
         for request in self._in_turn():
             if not budget or len(self.running) == self.max_num_seqs:
                 break

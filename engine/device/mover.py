@@ -75,6 +75,8 @@ class PendingMoves:
 
     def wait(self) -> set[Block]:
         """Blocks found to hold values that are not finite, once the device has looked at them. May be called once."""
+        if not self._blocks:
+            return set()
         finite = chain.from_iterable(check.wait()[2] for check in self._checks)
         return {block for block, ok in zip(self._blocks, finite, strict=True) if not ok}
 

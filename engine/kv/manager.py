@@ -33,7 +33,9 @@ class KVManager:
         """``deterministic``: requests share a prefix as they would have computed it, and nothing that was generated."""
         self._is_exact = deterministic
         self.tables, self.quota = tables, quota
-        self.spec = tables.spec
+        self.spec = spec = tables.spec
+        self.num_rungs, self.block_tokens, self.is_eager = spec.num_rungs, spec.block_tokens, spec.eager
+        self.has_windows, self.has_states = spec.has_windows, spec.has_states
         self._blocks = tables.main if len(tables.groups) == 1 else tables  # asked often: a lone group answers itself
         self.prefix = prefix if self.spec.can_share else None
         self._host = None if self.prefix is None else self.prefix.host
@@ -41,26 +43,6 @@ class KVManager:
         self.capacities = self.capacities_of(tables)  # by floor
         self._demotable_at: dict[Request, int] = {}  # computed tokens at which a block can first step down, if known
         self._floor_epoch = 0  # of the tables, for which these are known
-
-    @property
-    def num_rungs(self) -> int:
-        return self.spec.num_rungs
-
-    @property
-    def block_tokens(self) -> int:
-        return self.spec.block_tokens
-
-    @property
-    def is_eager(self) -> bool:
-        return self.spec.eager
-
-    @property
-    def has_windows(self) -> bool:
-        return self.spec.has_windows
-
-    @property
-    def has_states(self) -> bool:
-        return self.spec.has_states
 
     def rung_name(self, group: int, rung: int) -> str:
         return self.spec.groups[group].name_of(rung)

@@ -23,7 +23,7 @@ def rope_kv_write(
 ) -> tuple[Tensor, Tensor]:
     """Normalises and rotates q and k in place, puts them in ``key_basis`` if there is one, and stores k and v.
 
-    Shapes:  qkv [N, HQ + 2 H, D];  cos, signed_sin [N, 1, D] float32;  rows [N * 2 H] int64, the row of ``pages`` of
+    Shapes:  qkv [N, HQ + 2 H, D];  cos, signed_sin [N, 1, D] float32;  rows [N, 2 H] int64, the row of ``pages`` of
              each token's K heads, then V heads, from ``head_rows``;  pages [R, D];  ``norm`` maps [N, HQ + H, D]
     Returns: q [N, HQ, D] and kv [N, 2 H, D], views of ``qkv``
     """
@@ -34,7 +34,7 @@ def rope_kv_write(
         q, k = qk.tensor_split((num_heads,), 1)
         q.copy_(in_basis(q, key_basis.q))
         k.copy_(in_basis(k, key_basis.k))
-    pages.index_put_((rows.view(kv.shape[:2]),), kv.to(pages.dtype))
+    pages.index_put_((rows,), kv.to(pages.dtype))
     return qkv[:, :num_heads], kv
 
 
@@ -52,8 +52,8 @@ def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor, out: Tensor) -> None:
 
 
 def head_rows(rows: Tensor, num_layers: int, num_kv_heads: int) -> Tensor:
-    """Rows of all heads of a step's tokens in each layer, [L, N * 2 H], from ``rows`` [N, 2]."""
-    return (rows[:, :1] + _sides(num_layers, num_kv_heads) * rows[:, 1:]).flatten(1)
+    """Rows of all heads of a step's tokens in each layer, [L, N, 2 H], from ``rows`` [N, 2]."""
+    return rows[:, :1] + _sides(num_layers, num_kv_heads) * rows[:, 1:]
 
 
 @cache

@@ -244,7 +244,7 @@ class CpuAttention:
         self._specs, self._window = specs, window
         self._pages, self._page_rows, self._rows = pages, page_rows, rows.unbind()
         self._num_kv_heads = pages[0].blocks.shape[2]
-        self._num_tokens = rows.shape[1] // (2 * self._num_kv_heads)
+        self._num_tokens = rows.shape[1]
         self._num_decodes, self._plan, self._chunks = num_decodes, plan, chunks
 
     def attend(
