@@ -116,6 +116,7 @@ class Bench:
         self.planner = CpuAttentionPlanner(self.cache.memory, self.copy, ladder, self.specs)
         self.oracle = Oracle(ladder.sink)
         self.requests: dict[str, Request] = {}
+        self.decoding: list[str] = []  # in the last step, if it was of single tokens
 
     def open(self, name: str) -> None:
         self.requests[name] = Request(name, [1] * 4000, SamplingParams(), 1, floor=0)
@@ -134,10 +135,14 @@ class Bench:
             for name, number in sorted(growth.items(), key=lambda item: item[1] > 1)
         ]
         assert not self.cache.apply_moves(self.mover)
-        rows = self.copy.follow(self.cache.tables, [item.request.request_id for item in items])
+        names = [item.request.request_id for item in items]
+        goes_on = items[-1].num_tokens == 1 and names == self.decoding
+        self.decoding = names if items[-1].num_tokens == 1 else []
+        rows = self.copy.follow(self.cache.tables, names)
         if self.copy.has_changed:
             self.planner.forget()
-        step = self.planner.plan(rows, [item.start for item in items], [item.num_tokens for item in items])
+        starts, lengths = [item.start for item in items], [item.num_tokens for item in items]
+        step = self.planner.plan(rows, starts, lengths, goes_on=goes_on)
         total = sum(item.num_tokens for item in items)
         q = torch.randn(LAYERS, total, KV_HEADS * GROUP, HEAD_DIM)
         kv = torch.randn(LAYERS, 2, total, KV_HEADS, HEAD_DIM)
@@ -199,7 +204,9 @@ def test_attention_reads_what_each_rung_left(config: KVConfig, specs: Sequence[A
     bench.step({"a": 1, "b": 1})
     bench.step({"a": 40, "b": 200})
     bench.open("c")
-    bench.step({"a": 1, "b": 1, "c": 130})
+    bench.step({"a": 1, "b": 1, "c": 253})
+    for _ in range(6):  # on into another block
+        bench.step({"a": 1, "b": 1, "c": 1})
     bench.cache.tables.check_integrity()
 
 
