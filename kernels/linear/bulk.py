@@ -52,9 +52,9 @@ class TileRange(NamedTuple):
 @triton.jit(do_not_specialize=["M", "first"])
 def bulk_codes_kernel(
     x, codes, scales_ptr, zeros_ptr, bias_ptr, out_ptr, N, M, first,
-    K: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, WAITS: tl.constexpr, SPLITS: tl.constexpr, IS_FIRST: tl.constexpr,
-    ASM: tl.constexpr, OVERLAP: tl.constexpr,
+    K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, WAITS: tl.constexpr, SPLITS: tl.constexpr,
+    IS_FIRST: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """``out = x @ weight.T + bias``, or with GATED its SwiGLU, of tiles of the weight from the ``first`` on.
 
@@ -62,7 +62,7 @@ def bulk_codes_kernel(
     ``add_splits_kernel``. WAITS: as ``CodeTuning.waits``. IS_FIRST: of the launches of a product.
 
     Shapes:  x [M, K];  codes [N, 1, bytes], with GATED [N / 2, 2, bytes], a gate's and its up's rows by turns
-             scales, zeros [N, cdiv(K, GROUP)];  bias [N] or None
+             scales, zeros [N, GROUPS];  bias [N] or None
              out [M, N], with GATED [M, N / 2], with SPLITS float32 [SPLITS, M, the grid's tiles BLOCK_N]
     Grid:    (tiles of BLOCK_N, cdiv(M, BLOCK_M), SPLITS)
     """
@@ -70,7 +70,6 @@ def bulk_codes_kernel(
     DTYPE: tl.constexpr = x.dtype
     HALF: tl.constexpr = 64
     PART: tl.constexpr = K // (2 * HALF) // SPLITS
-    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     SCALED: tl.constexpr = KIND == "int4" and GROUPS > 1
     i_p, i_m = first + tl.program_id(0), tl.program_id(1) * BLOCK_M
     o_n = weight_rows(i_p, N, GATED, False, BLOCK_N)

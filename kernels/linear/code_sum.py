@@ -72,12 +72,13 @@ _LOAD_FP16 = tl.constexpr(
 @triton.jit
 def code_sum_kernel(
     x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, N,
-    K: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, KIND: tl.constexpr, BLOCKS: tl.constexpr,
-    GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr,
+    K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, SPAN: tl.constexpr, KIND: tl.constexpr,
+    BLOCKS: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr, ASM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """``out = weight @ x + bias``, or with GATED its SwiGLU. A step takes BLOCK_Q vectors of four words of each row.
 
-    Shapes:  x [K];  words int32 [N, words];  scales, zeros [N, cdiv(K, GROUP)];  bias [N] or None
+    Shapes:  x [K];  words int32 [N, words];  scales, zeros [N, GROUPS];  bias [N] or None
              out [N], with GATED [N / 2]
     Grid:    (cdiv(N, BLOCK_N),)
     """
@@ -87,7 +88,6 @@ def code_sum_kernel(
     NUMBER: tl.constexpr = (K + SPAN - 1) // SPAN
     VECTORS: tl.constexpr = NUMBER * WIDTH // 16 if IS_INT4 else K // 16
     PARTS: tl.constexpr = (VECTORS + BLOCK_Q - 1) // BLOCK_Q
-    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     IS_CHANNEL: tl.constexpr = GROUPS == 1
     IS_WHOLE: tl.constexpr = VECTORS % BLOCK_Q == 0 and (K % SPAN == 0 or not IS_INT4)
     i_p, o_word = tl.program_id(0), tl.arange(0, 4)

@@ -9,6 +9,7 @@ from torch import Tensor
 from ..fusion import FUSED
 from ..overlap import let_next_start, overlap_options, wait_for_previous
 from ..product_parts import load_bias, store_sums, store_tile, swiglu_tile, weight_rows
+from .scales import load_groups, scale_of, zero_of, zeros_after
 from .unpack import minus_zeros, unpack_4_bits, unpack_8_bits
 
 ADD_TILE = 1024  # sums of a program that adds splits
@@ -19,9 +20,9 @@ OVERWRITES = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3
 @triton.jit(do_not_specialize=["M"])
 def code_tile_kernel(
     x_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, N, M,
-    K: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, KIND: tl.constexpr, BLOCKS: tl.constexpr,
-    GATED: tl.constexpr, FULL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr,
-    SPANS: tl.constexpr, STAGES: tl.constexpr, SCALED: tl.constexpr, WAITS: tl.constexpr,
+    K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, SPAN: tl.constexpr, KIND: tl.constexpr,
+    BLOCKS: tl.constexpr, GATED: tl.constexpr, FULL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SLICES: tl.constexpr, SPANS: tl.constexpr, STAGES: tl.constexpr, SCALED: tl.constexpr, WAITS: tl.constexpr,
     SPLITS: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """``out = x @ weight.T + bias``, or with GATED its SwiGLU.
@@ -30,7 +31,7 @@ def code_tile_kernel(
     which are then rounded. With SLICES each warp has columns of its own, with SPLITS each program, which then leaves
     sums for ``add_splits_kernel``. BLOCKS: the scales are those of 128 x 128 elements.
 
-    Shapes:  x [M, K];  codes [N, bytes];  scales, zeros [N, cdiv(K, GROUP)];  bias [N] or None
+    Shapes:  x [M, K];  codes [N, bytes];  scales, zeros [N, GROUPS], if there are several in words;  bias [N] or None
              out [M, N], with GATED [M, N / 2], with SPLITS float32 [SPLITS, M, the grid's tiles BLOCK_N]
     Grid:    (cdiv(N, BLOCK_N), cdiv(M, BLOCK_M), SPLITS)
     """
@@ -40,18 +41,17 @@ def code_tile_kernel(
     NUMBER: tl.constexpr = (K + SPAN - 1) // SPAN
     PART: tl.constexpr = NUMBER // (SLICES * SPLITS)  # spans of a slice
     ROW: tl.constexpr = NUMBER * WIDTH if KIND == "int4" else K
-    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     IS_CHANNEL: tl.constexpr = GROUPS == 1
+    IN_WORDS: tl.constexpr = scales_ptr.dtype.element_ty == tl.int32
+    SHARED: tl.constexpr = 2 if IN_WORDS and GROUP == SPAN and SPANS % 2 == 0 else 1  # spans that have a word together
     i_p = tl.program_id(0)
     o_n = weight_rows(i_p, N, GATED, FULL, BLOCK_N)
     o_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     m_m = o_m < M
     o_k = tl.arange(0, WIDTH)
     o_row = tl.minimum(o_m, M - 1).to(tl.int64) * K
-    o_scale = (o_n // 128 if BLOCKS else o_n) * GROUPS
+    o_scale = o_n // 128 if BLOCKS else o_n
     first = tl.program_id(2) * (SLICES * PART)
-    if not IS_CHANNEL:
-        o_scale += first * SPAN // GROUP
     codes_ptr += first * WIDTH
     x_ptr += first * SPAN
     if SLICES == 1:
@@ -62,36 +62,39 @@ def code_tile_kernel(
         o_code = (o_slice * WIDTH)[:, None, None] + (o_n[:, None] * ROW + o_k[None, :])[None, :, :]
         o_x = (o_slice * SPAN)[:, None, None] + (o_row[:, None] + o_k[None, :])[None, :, :]
         m_x = m_m[None, :, None]
-        if not IS_CHANNEL:
-            o_scale = o_scale[None, :] + (o_slice * SPAN // GROUP)[:, None]
+        o_scale, first = o_scale[None, :], first + o_slice[:, None]
         b_acc = tl.zeros([SLICES, BLOCK_N, BLOCK_M], tl.float32)
-    scales = ()
-    for part in tl.static_range(SPANS):
-        scales += (tl.load(scales_ptr + o_scale + part * SPAN // GROUP),)  # type: ignore[assignment]
+    b_channel_minus = None
+    if IS_CHANNEL:
+        b_channel = tl.load(scales_ptr + o_scale).to(tl.float32)
+        if zeros_ptr is not None:
+            b_channel_minus = tl.expand_dims(minus_zeros(tl.load(zeros_ptr + o_scale), DTYPE), -1)
     wait_for_previous(OVERLAP)
 
     for i in tl.range(0, PART, SPANS, num_stages=STAGES):
-        if not (IS_CHANNEL or SCALED):
-            ahead = ()  # scales of the next step, on their way during this one
-            for part in tl.static_range(SPANS):
-                span = tl.minimum(i + SPANS + part, PART - 1)
-                ahead += (tl.load(scales_ptr + o_scale + span * SPAN // GROUP),)  # type: ignore[assignment]
         for part in tl.static_range(SPANS):
             span = i + part
-            b_part = b_acc if IS_CHANNEL or SCALED else tl.zeros_like(b_acc)
+            b_part, b_factor = b_acc, None
+            b_minus = b_channel_minus
+            if not IS_CHANNEL:
+                o_group = (first + span) * SPAN // GROUP
+                if part % SHARED == 0:
+                    b_words = load_groups(scales_ptr, o_scale, o_group, GROUPS, 2 if IN_WORDS else 1)
+                    if zeros_ptr is not None:
+                        b_zeros = load_groups(zeros_ptr, o_scale, o_group, GROUPS, 4 if IN_WORDS else 1)
+                b_scale = tl.expand_dims(scale_of(b_words, o_group, DTYPE), -1)
+                if zeros_ptr is not None:
+                    b_minus = tl.expand_dims(minus_zeros(zero_of(b_zeros, o_group), DTYPE), -1)
+                if SCALED:
+                    b_factor = b_scale.to(DTYPE)
+                else:
+                    b_part = zeros_after(b_scale, b_acc.shape)
             p_codes, p_x = codes_ptr + o_code + span * WIDTH, x_ptr + o_x + span * SPAN
             o_column = (first + span) * SPAN + o_k
             b_x = load_x(p_x, m_x, o_column, K, SPAN)
             if KIND == "int4":
-                b_minus = None
-                if zeros_ptr is not None:
-                    b_zeros = tl.load(zeros_ptr + o_scale + span * SPAN // GROUP)
-                    b_minus = tl.expand_dims(minus_zeros(b_zeros, DTYPE), -1)
-                b_scale = None
-                if SCALED:
-                    b_scale = tl.expand_dims(tl.load(scales_ptr + o_scale + span * SPAN // GROUP).to(DTYPE), -1)
                 b_codes = tl.load(p_codes, eviction_policy="evict_first")
-                b_low, b_high = unpack_4_bits(b_codes, b_minus, b_scale, DTYPE, ASM)
+                b_low, b_high = unpack_4_bits(b_codes, b_minus, b_factor, DTYPE, ASM)
                 b_part = product(b_low, b_x, b_part, SLICES)
                 b_x = load_x(p_x + WIDTH, m_x, o_column + WIDTH, K, SPAN)
                 b_part = product(b_high, b_x, b_part, SLICES)
@@ -102,15 +105,13 @@ def code_tile_kernel(
             if IS_CHANNEL or SCALED:
                 b_acc = b_part
             else:
-                b_acc += b_part * tl.expand_dims(scales[part].to(tl.float32), -1)
+                b_acc += b_part * b_scale
         if WAITS and ASM:
             b_acc = finished(b_acc)
-        if not (IS_CHANNEL or SCALED):
-            scales = ahead
     if SLICES > 1:
         b_acc = tl.sum(b_acc, 0)
     if IS_CHANNEL:
-        b_acc *= scales[0].to(tl.float32)[:, None]  # type: ignore[misc]
+        b_acc *= tl.reshape(b_channel, [BLOCK_N, 1])
     if SPLITS > 1:
         store_sums(b_acc, out_ptr, i_p, o_m, m_m, M)
     else:

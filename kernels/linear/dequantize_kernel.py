@@ -19,12 +19,12 @@ NUM_WARPS = 4
 @triton.jit
 def dequantize_kernel(
     codes_ptr, scales_ptr, zeros_ptr, out_ptr, N,
-    K: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr, KIND: tl.constexpr, BLOCKS: tl.constexpr,
-    ROWS: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr,
+    K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, SPAN: tl.constexpr, KIND: tl.constexpr,
+    BLOCKS: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """``out = (codes - zeros) * scales``, columns in the order of the codes; 4-bit floats have words of 4 exponents.
 
-    Shapes:  codes [N, bytes];  scales, zeros [N, cdiv(K, GROUP)];  out [N, K]
+    Shapes:  codes [N, bytes];  scales, zeros [N, GROUPS];  out [N, K]
     Grid:    (cdiv(N, ROWS) * spans of a row,)
     """
     let_next_start(OVERLAP)
@@ -33,7 +33,6 @@ def dequantize_kernel(
     WIDTH: tl.constexpr = SPAN // 2 if HALVES else SPAN
     PAIRED: tl.constexpr = 2 if KIND == "float4" else 1
     NUMBER: tl.constexpr = (K + SPAN * PAIRED - 1) // (SPAN * PAIRED) * PAIRED
-    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     span, o_k = tl.program_id(0) % NUMBER, tl.arange(0, WIDTH)
     o_n = (tl.program_id(0) // NUMBER).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     m_n = o_n < N
@@ -41,7 +40,7 @@ def dequantize_kernel(
     p_out = out_ptr + o_n[:, None] * K + (span * SPAN + o_k)[None, :]
     m_low = m_n[:, None] & (span * SPAN + o_k < K)[None, :]
     if KIND == "float4":
-        b_exponents = tl.load(scales_ptr + o_n * (NUMBER // 2) + span // 2)[:, None] >> (span % 2 * 16)
+        b_exponents = tl.load(scales_ptr + o_n * GROUPS + span // 2)[:, None] >> (span % 2 * 16)
     else:
         o_scale = (o_n // 128 if BLOCKS else o_n) * GROUPS + span * SPAN // GROUP
         b_scale = tl.load(scales_ptr + o_scale).to(tl.float32)[:, None]
@@ -71,7 +70,7 @@ def dequantize(packed: PackedCodes, dtype: torch.dtype) -> Tensor:
     out = torch.empty(num_out, num_columns, dtype=dtype, device=packed.codes.device)
     constexprs = dequantize_constexprs(packed)
     grid = (triton.cdiv(num_out, constexprs["ROWS"]) * packed.num_spans,)
-    operands = packed.codes.view(torch.uint8), packed.scale_words, packed.zeros, out, num_out
+    operands = packed.codes.view(torch.uint8), *packed.group_operands(in_words=False), out, num_out
     overlap = overlap_options(out.device)
     dequantize_kernel[grid](*operands, **constexprs, num_warps=NUM_WARPS, **overlap, **FUSED)
     return out

@@ -61,7 +61,7 @@ TUNINGS: dict[int, dict[int, Tuning]] = {
     4: {
         1: CodeSums(vectors=64, loads=16),
         8: CodeTuning(8, 16, 4, 2, 4, 4),
-        16: CodeTuning(16, 64, 1, 2, 2, 4, splits=8),
+        16: CodeTuning(16, 32, 1, 2, 2, 5, splits=4),
         32: CodeTuning(32, 64, 1, 2, 4, 3, splits=4),
         64: CodeTuning(64, 128, 1, 1, 4, 3, splits=4),
         128: CodeTuning(128, 64, 1, 1, 4, 3, scaled=True, splits=4, waits=True),
@@ -94,6 +94,8 @@ NARROW_TUNINGS: dict[int, dict[int, Tuning]] = {
     8: {8: CodeTuning(8, 32, 4, 2, 4, 4), 16: CodeTuning(16, 32, 4, 2, 4, 4)},
 }
 NARROW = 4096
+# Narrow ones of more columns than that, where splits pay.
+DEEP_TUNINGS: dict[int, dict[int, Tuning]] = {4: NARROW_TUNINGS[4] | {16: TUNINGS[4][16]}, 8: NARROW_TUNINGS[8]}
 # The same on Hopper of more than ``FEW_ROWS``, as measured on an H200; a multiprocessor holds two of them, or one.
 BULK_TUNINGS: dict[int, dict[int, BulkTuning]] = {
     4: {
@@ -148,15 +150,16 @@ def linear_codes(
         return out
     kernel, constexprs, num_warps = code_variant(weight, num_rows, gated=gated, tuning=tuning)
     launch = {"num_warps": num_warps, **overlap_options(x.device)}
-    operands = weight.scales, weight.zeros, bias
     programs = triton.cdiv(num_out, constexprs["BLOCK_N"])
     if kernel is code_sum_kernel:
-        kernel[(programs,)](x, weight.codes.view(torch.int32), *operands, out, num_out, **constexprs, **launch, **FUSED)
+        operands = weight.codes.view(torch.int32), weight.scales, weight.zeros, bias
+        kernel[(programs,)](x, *operands, out, num_out, **constexprs, **launch, **FUSED)
         return out
     splits = constexprs["SPLITS"]
     to = out if splits == 1 else x.new_empty(splits, num_rows, programs * constexprs["BLOCK_N"], dtype=torch.float32)
     grid = (programs, triton.cdiv(num_rows, constexprs["BLOCK_M"]), splits)
-    kernel[grid](x, weight.codes.view(torch.uint8), *operands, to, num_out, num_rows, **constexprs, **launch, **FUSED)
+    operands = weight.codes.view(torch.uint8), *weight.group_operands(in_words=not constexprs["SCALED"]), bias
+    kernel[grid](x, *operands, to, num_out, num_rows, **constexprs, **launch, **FUSED)
     if splits > 1:
         add_splits(to, bias, out, gated=gated)
     return out
@@ -199,10 +202,14 @@ def can_sum(weight: PackedCodes) -> bool:
 
 def code_tuning(weight: PackedCodes, num_rows: int, *, large: bool) -> Tuning:
     """Launch parameters without bulk copies; ``large``: see ``has_large_shared``."""
-    bits, num_out = 4 if weight.kind == "int4" else 8, weight.shape[0]
+    bits, (num_out, size) = 4 if weight.kind == "int4" else 8, weight.shape
     tunings, least = TUNINGS[bits], num_rows if can_sum(weight) else max(2, num_rows)
     most = min((most for most in tunings if least <= most), default=max(tunings))
-    others = WIDE_TUNINGS[bits] if num_out >= WIDE else NARROW_TUNINGS[bits] if large and num_out <= NARROW else {}
+    others: dict[int, Tuning] = {}
+    if num_out >= WIDE:
+        others = WIDE_TUNINGS[bits]
+    elif large and num_out <= NARROW:
+        others = (DEEP_TUNINGS if size > NARROW else NARROW_TUNINGS)[bits]
     return others.get(most, tunings[most])
 
 

@@ -16,6 +16,7 @@ from ..nvidia import is_nvidia
 from .codes import BLOCK, FLOAT4_GROUP, Float4Weight, Float8Weight, IntegerWeight
 
 MAX_SPAN = 128  # columns
+GROUPS_A_ROW = 4  # of which rows have a multiple, so that scales and zeros of several groups are words
 FLOAT4_SPAN = 2 * FLOAT4_GROUP  # either half of it has its own scale; two spans have a word of them
 ROWS_AT_ONCE = 16_384  # that are packed
 MAX_EXPONENT = 128  # of a scale of 4-bit floats that kernels multiply by, with its bias: 2.0
@@ -26,7 +27,8 @@ class PackedCodes(NamedTuple):
 
     ``codes`` of 4 bits: uint8 [O, spans of I columns * span / 2], in each span byte j has column j in its low half,
     column j + span / 2 in its high one. Of 8 bits: int8 or float8_e4m3fn [O, I]. ``span``: columns that kernels read
-    together, which share a row's scale. ``scales``, ``zeros`` and ``order`` are those of the containers.
+    together, which share a row's scale. ``scales``, ``zeros`` and ``order`` are those of the containers,
+    rows of several groups filled up to a multiple of ``GROUPS_A_ROW``.
 
     Of 4-bit floats either half of a span has its own scale, bits of a byte lie as ``_spread`` puts them, and rows are
     filled up to an even number of spans.
@@ -67,15 +69,21 @@ class PackedCodes(NamedTuple):
         """Whether rows share scales, too."""
         return self.kind == "float8" and self.scales.shape != (len(self.codes), 1)
 
-    @property
-    def scale_words(self) -> Tensor:
-        """The scales as kernels read them: those of 4-bit floats int32 [O, ceil(I / 128)]."""
-        return self.scales.view(torch.int32) if self.kind == "float4" else self.scales
+    def group_operands(self, *, in_words: bool = True) -> tuple[Tensor, Tensor | None]:
+        """Scales and zeros as kernels take them: of several groups ``in_words``, or as they are.
+
+        Those of 4-bit floats always are words: int32 [O, ceil(I / 128)].
+        """
+        scales, zeros = self.scales, self.zeros
+        if self.kind != "float4" and (not in_words or scales.shape[1] == 1 or scales.dtype.itemsize == 4):
+            return scales, zeros
+        return scales.view(torch.int32), None if zeros is None else zeros.view(torch.int32)
 
     @property
     def constexprs(self) -> dict[str, object]:
         """Compile-time arguments of the kernels that read it."""
         found = {"K": self.num_columns, "GROUP": self.group, "SPAN": self.span, "KIND": self.kind}
+        found["GROUPS"] = self.scales.shape[1] // (4 if self.kind == "float4" else 1)
         return found | {"BLOCKS": self.is_blockwise, "ASM": is_nvidia(self.codes.device)}
 
 
@@ -92,7 +100,11 @@ def pack(weight: IntegerWeight | Float8Weight | Float4Weight) -> PackedCodes:
         return PackedCodes(weight.codes, weight.scales, None, None, num_columns, group, MAX_SPAN)
     span = min(weight.group, MAX_SPAN) if weight.group < num_columns else MAX_SPAN
     codes = weight.codes if weight.bits == 8 else _split(weight.codes, span)
-    return PackedCodes(codes, weight.scales, weight.zeros, weight.order, num_columns, weight.group, span)
+    scales, zeros = weight.scales, weight.zeros
+    missing = -scales.shape[1] % GROUPS_A_ROW
+    if missing and weight.group < num_columns:
+        scales, zeros = pad(scales, (0, missing)), None if zeros is None else pad(zeros, (0, missing))
+    return PackedCodes(codes, scales, zeros, weight.order, num_columns, weight.group, span)
 
 
 def can_pack(weight: IntegerWeight | Float8Weight | Float4Weight) -> bool:
@@ -112,7 +124,9 @@ def unpack(packed: PackedCodes) -> IntegerWeight | Float8Weight | Float4Weight:
         codes = halves[:, ::2] | halves[:, 1::2] << 4
     if packed.kind == "float4":
         return Float4Weight(codes, packed.scales[:, : packed.num_columns // FLOAT4_GROUP].contiguous())
-    return IntegerWeight(codes, packed.scales, packed.zeros, packed.order)
+    groups, zeros = packed.num_columns // packed.group, packed.zeros
+    zeros = None if zeros is None else zeros[:, :groups].contiguous()
+    return IntegerWeight(codes, packed.scales[:, :groups].contiguous(), zeros, packed.order)
 
 
 def _split(codes: Tensor, span: int, *, spread: bool = False) -> Tensor:

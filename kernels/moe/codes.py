@@ -137,7 +137,7 @@ def _product(
     constexprs, num_warps = codes_variant(weight, num_out, routing.experts.shape[1], activation, tuning)
     grid = triton.cdiv(num_out, constexprs["BLOCK_N"]), order.numel() if tiles is None else len(tiles)
     expert_codes_kernel[grid](
-        x, weight.codes.view(torch.uint8), weight.scale_words, weight.zeros, bias, out, order, tiles,
+        x, weight.codes.view(torch.uint8), *weight.group_operands(), bias, out, order, tiles,
         **constexprs, num_warps=num_warps, **overlap_options(x.device), **FUSED,
     )  # fmt: skip
 

@@ -49,10 +49,11 @@ def compile_kernel(wanted: Wanted) -> str | None:
         tuning = tuning or code_tuning(weight, num_rows, large=has_large_shared(torch.device("cuda", 0)))
         kernel, constexprs, num_warps = code_variant(weight, num_rows, gated=gated, tuning=tuning)
         options = overlap_options(torch.device("cuda", 0)) | FUSED | {"num_warps": num_warps}
-        bias, dtype, zeros = dtype, dtype or torch.bfloat16, None if weight.zeros is None else torch.uint8
+        bias, dtype, is_sum = dtype, dtype or torch.bfloat16, kernel is code_sum_kernel
         out = dtype if constexprs.get("SPLITS", 1) == 1 else torch.float32
-        operands = weight.scales.dtype, zeros, bias, out, shape[0]
-        rows = () if kernel is code_sum_kernel else (num_rows,)
+        scales, zeros = weight.group_operands(in_words=not (is_sum or constexprs["SCALED"]))
+        operands = scales.dtype, None if zeros is None else zeros.dtype, bias, out, shape[0]
+        rows = () if is_sum else (num_rows,)
         codes = torch.uint8 if rows else torch.int32
         kernel.warmup(dtype, codes, *operands, *rows, grid=(1, 1), **constexprs | {"ASM": True}, **options)
     except Exception as error:

@@ -34,6 +34,7 @@ from qkv_engine.kernels.formats import PageLayout
 from qkv_engine.kernels.fusion import FUSED, UNFUSED
 from qkv_engine.kernels.linear import integer
 from qkv_engine.kernels.linear.bulk import HALF, TileRange, bulk_codes_kernel, bulk_variant
+from qkv_engine.kernels.linear.code_tile import code_tile_kernel
 from qkv_engine.kernels.linear.codes import Float8Weight, IntegerWeight
 from qkv_engine.kernels.linear.float8_rows import swiglu_rows_kernel, swiglu_rows_variant
 from qkv_engine.kernels.linear.packed import PackedCodes, pack
@@ -63,14 +64,8 @@ from .inputs import PATTERN_SHAPES, dense_page, named_page, pattern_page, unifor
 from .moe_codes import coded_experts_kernels
 
 POINTERS = {"q_ptr": "*bf16", "arena_ptr": "*u8", "addresses_ptr": "*i64", "out_ptr": "*bf16", "o_ptr": "*fp32"}
-POINTERS |= {
-    "lse_ptr": "*fp32",
-    "scale_log2": "fp32",
-    "staged_ptr": "*fp16",
-    "staged_addresses_ptr": "*i64",
-    "offsets_ptr": "*i64",
-    "banks_ptr": "*i64",
-}
+POINTERS |= {"lse_ptr": "*fp32", "scale_log2": "fp32", "staged_ptr": "*fp16", "staged_addresses_ptr": "*i64"}
+POINTERS |= {"offsets_ptr": "*i64", "banks_ptr": "*i64"}
 NO_RULE = {"positions_ptr": None, "null_logits_ptr": None}  # of prefill: no window, no null logits
 BF16 = (
     "x",
@@ -114,8 +109,10 @@ def compile_kernel(kernel: Any, constexprs: dict[str, Any], tuning: Tuning, capa
         sides, stored = 1 + constexprs["GATED"], "u8" if constexprs["KIND"] == "int4" else "i8"
         types["x"] = f"tensordesc<bf16[{constexprs['BLOCK_M']}, {HALF}]>"
         types["codes"] = f"tensordesc<{stored}[{constexprs['BLOCK_N'] // sides}, {sides}, {HALF}]>"
-    if kernel is expert_codes_kernel:
-        types["scales_ptr"] = {"float4": "*i32", "float8": "*fp32"}.get(constexprs["KIND"], "*bf16")
+    if kernel in (code_tile_kernel, expert_codes_kernel):
+        in_words = kernel is expert_codes_kernel or not constexprs["SCALED"]
+        has_words = constexprs["KIND"] == "float4" or (in_words and constexprs["GROUPS"] > 1)
+        types["scales_ptr"] = "*fp32" if constexprs["KIND"] == "float8" else "*i32" if has_words else "*bf16"
     aligned = [n for n in names if n.endswith(("_ptr", "_offset", "_bank")) or n.startswith("stride") or n == "V"]
     source = ASTSource(
         fn=kernel,

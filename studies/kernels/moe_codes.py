@@ -184,8 +184,9 @@ def compile_codes(kind: str, shape: Shape, tuning: Tuning, options: dict[str, An
         with torch.device("meta"):
             weight = make_codes(kind, shape._replace(num=1), gated=gated)
         constexprs, warps = codes_variant(weight, rows, shape.top_k, shape.activation if gated else None, tuning)
-        tiles, zeros = torch.int32 if isinstance(tuning, SortedTiles) else None, weight.zeros and torch.uint8
-        pointers = BF16, torch.uint8, weight.scale_words.dtype, zeros, shape.bias_dtype, BF16, torch.int32, tiles
+        tiles = torch.int32 if isinstance(tuning, SortedTiles) else None
+        scales, _ = weight.group_operands()
+        pointers = BF16, torch.uint8, scales.dtype, None, shape.bias_dtype, BF16, torch.int32, tiles
         launch = constexprs | {"ASM": True, "num_warps": warps} | options
         expert_codes_kernel.warmup(*pointers, grid=(1, 1), **launch)
 

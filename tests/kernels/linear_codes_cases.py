@@ -24,7 +24,7 @@ from qkv_engine.kernels.linear.integer import (
     linear_codes,
     linear_integer,
 )
-from qkv_engine.kernels.linear.packed import PackedCodes, pack
+from qkv_engine.kernels.linear.packed import pack
 from qkv_engine.kernels.rms_norm.triton import rms_norm_float8, rms_norm_triton
 from qkv_engine.kernels.swiglu.triton import swiglu_triton
 
@@ -99,12 +99,9 @@ def error(found: Tensor, x: Tensor, weight: IntegerWeight | Float8Weight, bias: 
     return float(((found.double() - exact).abs() / allowed).max())
 
 
-def rounded(
-    x: Tensor, weight: PackedCodes, bias: Tensor | None, *, call: Callable[..., Tensor] = linear_codes, **options: Any
-) -> Tensor:
+def with_powers(weight: IntegerWeight) -> IntegerWeight:
     """Scales are powers of two, so that scaled elements have no roundings of their own; float16 holds the sums."""
-    weight.scales.copy_(2.0 ** (weight.scales.float().log2().round() - 4))
-    return call(x, weight, bias, **options)
+    return weight._replace(scales=(2.0 ** (weight.scales.float().log2().round() - 4)).to(weight.scales.dtype))
 
 
 def gated(weight: IntegerWeight | Float8Weight, num_rows: int, call: Callable[..., Tensor] = linear_integer) -> float:
@@ -246,10 +243,10 @@ def cases() -> dict[str, Callable[[], float]]:
             found[f"written out {name} {dtype}"] = lambda m=make, d=DTYPES[dtype]: written_out(m(d), d)
     of_elements = CodeTuning(64, 64, 1, 1, 4, 2, scaled=True)
     found["scaled elements"] = lambda: product(
-        integer_weight(35, 192, 4, 64, torch.float16, zeros=True),
+        with_powers(integer_weight(35, 192, 4, 64, torch.float16, zeros=True)),
         70,
         torch.float16,
-        rounded,
+        linear_codes,
         True,
         tuning=of_elements,
     )
@@ -257,7 +254,7 @@ def cases() -> dict[str, Callable[[], float]]:
     for name, bulk in BULK.items():
         for (form, (bits, group)), dtype in product_of(wholes.items(), ("bf16", "fp16")):
             found[f"{name} {form} {dtype}"] = lambda b=bits, g=group, t=bulk, d=DTYPES[dtype]: product(
-                integer_weight(83, 512, b, g, d, zeros=b == 4), 35, d, rounded, True, tuning=t
+                with_powers(integer_weight(83, 512, b, g, d, zeros=b == 4)), 35, d, linear_codes, True, tuning=t
             )
         found[f"gated {name}"] = lambda t=bulk: gated(
             integer_weight(166, 512, 4, 128, torch.bfloat16), 35, partial(linear_codes, tuning=t)
@@ -268,6 +265,12 @@ def cases() -> dict[str, Callable[[], float]]:
         found[f"splits of slices {form}"] = lambda b=bits: product(
             integer_weight(35, 1024, b, 128 if b == 4 else 1024, torch.bfloat16), 13, torch.bfloat16, linear_codes,
             True, tuning=CodeTuning(16, 32, 4, 1, 4, 4, splits=2),
+        )  # fmt: skip
+    for group, spans, splits in ((256, 1, 1), (128, 2, 5), (64, 2, 5)):  # rows are not full; a group in two parts
+        tuning = CodeTuning(16, 32, 2, spans, 2, 3, splits=splits)
+        found[f"parts of groups of {group}"] = lambda g=group, t=tuning: product(
+            integer_weight(35, 2560 if g == 128 else 1280, 4, g, torch.float16, zeros=True), 13, torch.float16,
+            linear_codes, True, tuning=t,
         )  # fmt: skip
     found["gated splits"] = lambda: gated(integer_weight(74, 1024, 8, 1024, torch.bfloat16), 16)
     for name, tuning in TILES.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ def test_linear_codes_cases() -> None:
     figures = run_cases(Path(__file__).with_name("linear_codes_cases.py"))
     equal = ("gated", "written out", "equal")  # bit for bit
     wrong = {n: e for n, e in figures.items() if not (isinstance(e, float) and e <= (not n.startswith(equal)))}
-    assert len(figures) == 205 and not wrong, wrong
+    assert len(figures) == 208 and not wrong, wrong
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -36,8 +37,7 @@ def test_layouts_are_undone(bits: int, size: int, group: int) -> None:
     packed = pack(weight)
     assert packed.shape == weight.shape == (5, size)
     found = unpack(packed)
-    assert torch.equal(found.codes, weight.codes) and found.codes.dtype == weight.codes.dtype
-    assert found[1:] == weight[1:]
+    assert all(a is b or (torch.equal(a, b) and a.dtype == b.dtype) for a, b in zip(found, weight, strict=True))
 
 
 def test_floats_are_kept() -> None:
@@ -57,8 +57,8 @@ def weight_of(num_out: int, size: int, bits: int, group: int) -> PackedCodes:
     ("num_out", "size", "bits", "of_8_rows", "of_16_rows"),
     [  # rows of the weight, slices, spans, warps, stages and splits of a tile
         (4096, 4096, 4, (16, 4, 4, 4, 3, 1), (32, 4, 2, 4, 4, 1)),
-        (4096, 12288, 4, (16, 4, 4, 4, 3, 1), (32, 4, 2, 4, 4, 1)),
-        (6144, 4096, 4, (16, 4, 2, 4, 4, 1), (64, 1, 2, 2, 4, 4)),
+        (4096, 12288, 4, (16, 4, 4, 4, 3, 1), (32, 1, 2, 2, 5, 4)),
+        (6144, 4096, 4, (16, 4, 2, 4, 4, 1), (32, 1, 2, 2, 5, 2)),
         (24576, 4096, 4, (32, 1, 4, 2, 3, 1), (32, 1, 2, 2, 4, 1)),
         (4096, 4096, 8, (32, 4, 2, 4, 4, 1), (32, 4, 2, 4, 4, 1)),
         (4096, 12288, 8, (32, 4, 2, 4, 4, 1), (32, 4, 2, 4, 4, 1)),
@@ -138,7 +138,10 @@ def test_tiles_may_wait_for_tensor_cores_within_a_step() -> None:
     ],
 )
 def test_codes_become_floats_in_registers(case) -> None:
-    """Nothing spills, codes of slices are read 16 bytes at a time, and no instruction converts one element."""
+    """Nothing spills, codes of slices are read 16 bytes at a time, and no instruction converts one element.
+
+    Scales of groups are copied ahead in words: a step that loads them waits for the copies of later steps.
+    """
     _, kernel, constexprs, tuning = case
     built = compile_kernel(kernel, constexprs, tuning)
     found, ptx = describe(built), built.asm["ptx"]
@@ -154,4 +157,6 @@ def test_codes_become_floats_in_registers(case) -> None:
         if kernel is bulk_codes_kernel:
             assert "cp.async.bulk" in ptx and "cp.async.cg" not in ptx
             return
-        assert constexprs["SLICES"] == 1 or ("cp.async.cg" in ptx and "cp.async.ca" not in ptx)
+        copies = set(re.findall(r"cp\.async\.(c[ag])\S* .*?, (0x\w+)", ptx))
+        words = {("ca", "0x4")} if constexprs["GROUPS"] > 1 and not constexprs["SCALED"] else set()
+        assert copies >= words and (constexprs["SLICES"] == 1 or copies == words | {("cg", "0x10")})
