@@ -40,6 +40,7 @@ def candidates(kind: str, num_rows: int) -> Sequence[AnyTuning]:
             (64, 2, 2, 4),
             (64, 2, 1, 6),
             (32, 2, 2, 4),
+            (32, 2, 2, 5),
             (32, 2, 4, 3),
             (32, 1, 2, 4),
         ]
