@@ -205,7 +205,7 @@ class EngineCore:
             self._collect(is_followed=num_followed > 0)
             num_followed -= 1
         self.resizer.note(self.space)
-        self.registry.counters.num_preemptions = self.scheduler.num_preemptions
+        self.counters.num_preemptions = self.scheduler.num_preemptions
         if self.basis_watch is not None:
             self.basis_watch.look()
 
@@ -242,7 +242,7 @@ class EngineCore:
         except Exception as error:
             pending = NotLaunched(error)
         self._in_flight.append(Launched(batch, moves, pending, began_at, self.space.num_commands))
-        self.registry.counters.num_steps += 1
+        self.counters.num_steps += 1
         return not isinstance(pending, NotLaunched)
 
     def _carry_out_or_wait(self) -> None:
@@ -277,9 +277,9 @@ class EngineCore:
 
         A failed step is retried, except when the next one is already launched: its block tables have moved on.
         """
-        step, space = self._in_flight.popleft(), self.space
+        step = self._in_flight.popleft()
         self.recovery.fail_holders(step.moves.wait())
-        space.confirm(step.command)
+        self.space.confirm(step.command)
         try:
             results = [step.pending.wait()]
         except Exception as error:
@@ -287,7 +287,7 @@ class EngineCore:
                 raise  # everything starts over
             results = self.recovery.run_again(step.batch, error)
         else:
-            space.ended(step.command - 1)  # the step waited for what was copied beside the one before
+            self.space.ended(step.command - 1)  # the step waited for what was copied beside the one before
         self._accept_all(results)
         self.last_step = self._timer.note(step)
 
@@ -335,7 +335,7 @@ class EngineCore:
         submission.note_time(completion.index, now)
         # From here on the token counts: interrupted before, it is computed again; after, ``Registry.restore`` reads it.
         self.scheduler.append_token(completion.request, token_id)
-        self.registry.counters.generation_tokens += 1
+        self.counters.generation_tokens += 1
         reason = completion.read_token(token_id)
         if reason is not None:
             self.registry.finish(completion, reason)
