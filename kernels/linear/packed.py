@@ -16,7 +16,7 @@ from ..nvidia import is_nvidia
 from .codes import BLOCK, FLOAT4_GROUP, Float4Weight, Float8Weight, IntegerWeight
 
 MAX_SPAN = 128  # columns
-GROUPS_A_ROW = 4  # of which rows have a multiple, so that scales and zeros of several groups are words
+SCALES_A_WORD, ZEROS_A_WORD = 2, 4
 FLOAT4_SPAN = 2 * FLOAT4_GROUP  # either half of it has its own scale; two spans have a word of them
 ROWS_AT_ONCE = 16_384  # that are packed
 MAX_EXPONENT = 128  # of a scale of 4-bit floats that kernels multiply by, with its bias: 2.0
@@ -28,7 +28,7 @@ class PackedCodes(NamedTuple):
     ``codes`` of 4 bits: uint8 [O, spans of I columns * span / 2], in each span byte j has column j in its low half,
     column j + span / 2 in its high one. Of 8 bits: int8 or float8_e4m3fn [O, I]. ``span``: columns that kernels read
     together, which share a row's scale. ``scales``, ``zeros`` and ``order`` are those of the containers,
-    rows of several groups filled up to a multiple of ``GROUPS_A_ROW``.
+    rows of several groups filled up to whole words of both.
 
     Of 4-bit floats either half of a span has its own scale, bits of a byte lie as ``_spread`` puts them, and rows are
     filled up to an even number of spans.
@@ -101,7 +101,7 @@ def pack(weight: IntegerWeight | Float8Weight | Float4Weight) -> PackedCodes:
     span = min(weight.group, MAX_SPAN) if weight.group < num_columns else MAX_SPAN
     codes = weight.codes if weight.bits == 8 else _split(weight.codes, span)
     scales, zeros = weight.scales, weight.zeros
-    missing = -scales.shape[1] % GROUPS_A_ROW
+    missing = -scales.shape[1] % (SCALES_A_WORD if zeros is None else ZEROS_A_WORD)
     if missing and weight.group < num_columns:
         scales, zeros = pad(scales, (0, missing)), None if zeros is None else pad(zeros, (0, missing))
     return PackedCodes(codes, scales, zeros, weight.order, num_columns, weight.group, span)
