@@ -9,8 +9,8 @@ from torch import Tensor
 from ..fusion import FUSED
 from ..overlap import let_next_start, overlap_options, wait_for_previous
 from ..product_parts import load_bias, store_sums, store_tile, swiglu_tile, weight_rows
-from .scales import load_groups, scale_of, zero_of, zeros_after
-from .unpack import minus_zeros, unpack_4_bits, unpack_8_bits
+from .scales import load_groups, minus_of, scale_of, zeros_after
+from .unpack import unpack_4_bits, unpack_8_bits
 
 ADD_TILE = 1024  # sums of a program that adds splits
 # Before Triton 3.9 a step may overwrite registers that tensor cores still read (triton-lang/triton#9433).
@@ -68,7 +68,7 @@ def code_tile_kernel(
     if IS_CHANNEL:
         b_channel = tl.load(scales_ptr + o_scale).to(tl.float32)
         if zeros_ptr is not None:
-            b_channel_minus = tl.expand_dims(minus_zeros(tl.load(zeros_ptr + o_scale), DTYPE), -1)
+            b_channel_minus = minus_of(tl.load(zeros_ptr + o_scale), 0, DTYPE)
     wait_for_previous(OVERLAP)
 
     for i in tl.range(0, PART, SPANS, num_stages=STAGES):
@@ -82,9 +82,9 @@ def code_tile_kernel(
                     b_words = load_groups(scales_ptr, o_scale, o_group, GROUPS, 2 if IN_WORDS else 1)
                     if zeros_ptr is not None:
                         b_zeros = load_groups(zeros_ptr, o_scale, o_group, GROUPS, 4 if IN_WORDS else 1)
-                b_scale = tl.expand_dims(scale_of(b_words, o_group, DTYPE), -1)
+                b_scale = scale_of(b_words, o_group, DTYPE)
                 if zeros_ptr is not None:
-                    b_minus = tl.expand_dims(minus_zeros(zero_of(b_zeros, o_group), DTYPE), -1)
+                    b_minus = minus_of(b_zeros, o_group, DTYPE)
                 if SCALED:
                     b_factor = b_scale.to(DTYPE)
                 else:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .unpack import minus_zeros
+
 
 @triton.jit
 def load_groups(words_ptr, o_row, o_group, GROUPS: tl.constexpr, A_WORD: tl.constexpr):
@@ -18,19 +20,25 @@ def load_groups(words_ptr, o_row, o_group, GROUPS: tl.constexpr, A_WORD: tl.cons
 
 @triton.jit
 def scale_of(b_words, o_group, DTYPE: tl.constexpr):
-    """Float32 scales of group ``o_group``, from words of two of DTYPE, or from scales."""
+    """Float32 scales of group ``o_group``, in one column, from words of two of DTYPE, or from scales."""
+    return tl.expand_dims(_scale_of(b_words, o_group, DTYPE), -1)
+
+
+@triton.jit
+def minus_of(b_words, o_group, DTYPE: tl.constexpr):
+    """What ``unpack_4_bits`` adds in group ``o_group``, in one column, from words of four zeros, or from zeros."""
+    b_zeros = b_words if b_words.dtype != tl.int32 else b_words >> (o_group % 4 * 8) & 255
+    return tl.expand_dims(minus_zeros(b_zeros, DTYPE), -1)
+
+
+@triton.jit
+def _scale_of(b_words, o_group, DTYPE: tl.constexpr):
     if b_words.dtype != tl.int32:
         return b_words.to(tl.float32)
     elif tl.bfloat16 == DTYPE:
         return (b_words >> (o_group % 2 * 16) << 16).to(tl.float32, bitcast=True)
     else:
         return (b_words >> (o_group % 2 * 16)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def zero_of(b_words, o_group):
-    """Zeros of group ``o_group``, from words of four, or from zeros."""
-    return b_words if b_words.dtype != tl.int32 else b_words >> (o_group % 4 * 8) & 255
 
 
 @triton.jit

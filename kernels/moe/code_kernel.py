@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from ..linear.code_tile import finished, load_x, product
-from ..linear.scales import load_groups, scale_of, zero_of, zeros_after
-from ..linear.unpack import minus_zeros, unpack_4_bits, unpack_8_bits, unpack_float4
+from ..linear.scales import load_groups, minus_of, scale_of, zeros_after
+from ..linear.unpack import unpack_4_bits, unpack_8_bits, unpack_float4
 from ..overlap import let_next_start, wait_for_previous
 from ..product_parts import load_bias, load_columns, store_tile, weight_rows
 
@@ -85,7 +85,7 @@ def expert_codes_kernel(
     if IS_CHANNEL:
         b_channel = tl.load(scales_ptr + o_scale).to(tl.float32)
         if zeros_ptr is not None:
-            b_channel_minus = tl.expand_dims(minus_zeros(tl.load(zeros_ptr + o_scale), DTYPE), -1)
+            b_channel_minus = minus_of(tl.load(zeros_ptr + o_scale), 0, DTYPE)
     if tiles_ptr is None and not GATED:
         wait_for_previous(OVERLAP)
 
@@ -99,9 +99,9 @@ def expert_codes_kernel(
                     b_words = load_groups(scales_ptr, o_scale, o_group, GROUPS, 2 if IN_WORDS else 1)
                     if zeros_ptr is not None:
                         b_zeros = load_groups(zeros_ptr, o_scale, o_group, GROUPS, 4 if IN_WORDS else 1)
-                b_scale = tl.expand_dims(scale_of(b_words, o_group, DTYPE), -1)
+                b_scale = scale_of(b_words, o_group, DTYPE)
                 if zeros_ptr is not None:
-                    b_minus = tl.expand_dims(minus_zeros(zero_of(b_zeros, o_group), DTYPE), -1)
+                    b_minus = minus_of(b_zeros, o_group, DTYPE)
                 if SCALED:
                     b_factor = b_scale.to(DTYPE)
                 else:
