@@ -50,12 +50,21 @@ def wait_for_previous(OVERLAP: tl.constexpr):
 def begin_in_chain(IS_FIRST: tl.constexpr, OVERLAP: tl.constexpr):
     """Begins one of several kernels in a row that read the same, and nothing that another of them writes.
 
-    The first waits, then lets the next start, so that the others need no wait but at their end. What was written right
-    before the first they load past L1, which may hold what lay there before.
+    Before ``wait_in_chain`` it may read what was written before launches began to overlap, such as a step's plan.
+    """
+    if not IS_FIRST:
+        let_next_start(OVERLAP)
+
+
+@triton.jit
+def wait_in_chain(IS_FIRST: tl.constexpr, OVERLAP: tl.constexpr):
+    """The first kernel waits, then lets the next start, so that the others need no wait but at their end.
+
+    What was written right before the first they load past L1, which may hold what lay there before.
     """
     if IS_FIRST:
         wait_for_previous(OVERLAP)
-    let_next_start(OVERLAP)
+        let_next_start(OVERLAP)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..fusion import FUSED
-from ..overlap import begin_in_chain, overlap_options, wait_for_previous
+from ..overlap import begin_in_chain, overlap_options, wait_for_previous, wait_in_chain
 from ..product_parts import load_bias, num_splits, store_sums, store_tile, weight_rows
 from .code_tile import OVERWRITES, add_splits, finished
 from .packed import MAX_SPAN, PackedCodes
@@ -67,6 +67,7 @@ def bulk_codes_kernel(
     Grid:    (tiles of BLOCK_N, cdiv(M, BLOCK_M), SPLITS)
     """
     begin_in_chain(IS_FIRST, OVERLAP)
+    wait_in_chain(IS_FIRST, OVERLAP)
     DTYPE: tl.constexpr = x.dtype
     HALF: tl.constexpr = 64
     PART: tl.constexpr = K // (2 * HALF) // SPLITS

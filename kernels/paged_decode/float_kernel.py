@@ -15,7 +15,7 @@ Source:  FlashAttention-2 (arXiv 2307.08691); flash-decoding split-KV
 import triton
 import triton.language as tl
 
-from ..overlap import begin_in_chain, wait_for_previous
+from ..overlap import begin_in_chain, wait_for_previous, wait_in_chain
 from ..soft_cap import soft_cap
 
 
@@ -79,7 +79,6 @@ def decode_float_kernel(
     o_g, o_d, o_tile = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, TILE)
     b_rows = (o_g < G)[:, None] & (o_d < D)[None, :]
     p_q = q_ptr + i_b * stride_q_b + (i_h * G + o_g[:, None]) * stride_q_h + o_d[None, :]
-    b_q = tl.load(p_q, mask=b_rows, other=0.0, cache_modifier=".cg").to(DTYPE)
 
     b_m = tl.full([BLOCK_G], -1e30, tl.float32)
     b_l = tl.zeros([BLOCK_G], tl.float32)
@@ -97,6 +96,8 @@ def decode_float_kernel(
         num_hidden = length - WINDOW - tl.load(positions_ptr + first)
     num_tiles = tl.maximum(num_visible + TILE - 1, 0) // TILE
     first_tiles = (first_written + TILE - 1) // TILE
+    wait_in_chain(IS_FIRST, OVERLAP)
+    b_q = tl.load(p_q, mask=b_rows, other=0.0, cache_modifier=".cg").to(DTYPE)
     for i in tl.range(0, tl.minimum(num_tiles, first_tiles) + tl.maximum(num_tiles - PAGE_TILES, 0), num_stages=STAGES):
         i_tile = i
         if S > 0:  # a short page ends early

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ..formats.uniform.integer_codes import tile_lanes
-from ..overlap import begin_in_chain, wait_for_previous
+from ..overlap import begin_in_chain, wait_for_previous, wait_in_chain
 from ..soft_cap import soft_cap
 
 
@@ -87,6 +87,7 @@ def decode_int_kernel(
     if banks_ptr is not None:
         p_bank = arena_ptr + tl.multiple_of(tl.load(banks_ptr + i_b), 16)
         p_k_bank, p_v_bank = p_bank + k_bank, p_bank + v_bank
+    wait_in_chain(IS_FIRST, OVERLAP)
     query = QUERY(p_q, p_k_bank, i_h, b_heads, scale_log2, K, D, BLOCK_G)
     sums = BEGIN(V, TILES, T, D, BLOCK_G)
     b_m = tl.full([BLOCK_G], -1e30, tl.float32)

@@ -32,7 +32,6 @@ def merge_kernel(
     OVERLAP: tl.constexpr,
 ):
     let_next_start(OVERLAP)
-    wait_for_previous(OVERLAP)
     i_b = tl.program_id(0).to(tl.int64)
     o_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     o_d = tl.arange(0, BLOCK_D)
@@ -46,6 +45,7 @@ def merge_kernel(
     if null_logits_ptr is not None:
         b_m = tl.load(null_logits_ptr + o_h, mask=m_h, other=0.0).to(tl.float32) * LOG2_E
         b_l = tl.full([BLOCK_H], 1.0, tl.float32)
+    wait_for_previous(OVERLAP)
     for i_p in range(first, last, BLOCK_P):
         o_p = i_p + tl.arange(0, BLOCK_P)
         m_p = o_p < last
