@@ -35,7 +35,7 @@ class AttentionBatch(Protocol):
         With a ``key_basis`` rotated q and k are multiplied by its matrices first.
 
         Scale, window and soft cap are those of the layer's ``AttentionSpec``.
-        Shapes: qkv [N, HQ + 2 H, D], contiguous, which may be overwritten; ``norm`` takes [N, HQ + H, D];
+        Shapes: qkv [N, HQ + 2 H, D], each token's contiguous, which may be overwritten; ``norm`` takes [N, HQ + H, D];
         null_logits [HQ]; key_basis [H, D, D]; result [N, HQ, D]. All in the model's dtype.
         """
         ...
@@ -51,6 +51,7 @@ class Attention(Layer):
 
     key_basis: KeyBasis | None = None
     variances: tuple[Tensor, Tensor] | None = None
+    first_head = 0  # of the queries among the heads of ``qkv_proj``
 
     def __init__(self, config: ModelConfig, layer: int, ranks: Ranks = ALONE):
         super().__init__()
@@ -96,5 +97,6 @@ class Attention(Layer):
             raise ModelError(message, field="quantization_config")
         for rows in (*row_tensors(weight), bias):
             if rows is not None:
-                heads = rows.view(-1, self.head_dim, *rows.shape[1:])[: self.num_heads + self.num_kv_heads]
+                heads = rows.view(-1, self.head_dim, *rows.shape[1:])[self.first_head :]
+                heads = heads[: self.num_heads + self.num_kv_heads]
                 heads.copy_(heads[:, self._channel_order])

@@ -103,24 +103,19 @@ class GatedAttention(Attention):
         size, heads = self.head_dim, ranks.part(config.attention[layer].num_heads)
         rows = 2 * size * heads.whole
         first = [2 * size * head for head in range(heads.first, heads.first + heads.size)]
+        gates = [("q_proj", Part(size, row + size, rows)) for row in first]
         queries = [("q_proj", Part(size, row, rows)) for row in first]
         keys = self.kv_heads.times(size)
-        pieces, bias = [*queries, ("k_proj", keys), ("v_proj", keys)], config.attention_bias
-        self.qkv_proj = PiecewiseLinear(config.hidden_size, pieces, bias=bias)
-        gates = [("q_proj", Part(size, row + size, rows)) for row in first]
-        self.gate = PiecewiseLinear(config.hidden_size, gates, bias=bias)
-
-    @property
-    def reader(self) -> None:
-        """None: the gate reads the input, too."""
-        return None
+        pieces = [*gates, *queries, ("k_proj", keys), ("v_proj", keys)]
+        self.qkv_proj = PiecewiseLinear(config.hidden_size, pieces, bias=config.attention_bias)
+        self.first_head = heads.size
 
     def forward(self, x: Tensor, rotation: Rotation, batch: AttentionBatch) -> Tensor:
         """x and result [N, E]."""
-        num_tokens = x.shape[0]
-        qkv = self.qkv_proj(x).view(num_tokens, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        attended = self.attend(qkv, rotation, batch).reshape(num_tokens, self.num_heads * self.head_dim)
-        out: Tensor = self.o_proj(sigmoid_gate(attended, self.gate(x)))
+        heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
+        gate, qkv = heads.tensor_split((self.first_head,), 1)
+        attended = self.attend(qkv, rotation, batch)
+        out: Tensor = self.o_proj(sigmoid_gate(attended.flatten(1), gate.flatten(1)))
         return out
 
     def convert(self) -> None:

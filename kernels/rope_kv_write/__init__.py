@@ -31,8 +31,9 @@ def rope_kv_write(
     row of its K in head 0 of layer 0, -1 for padding, and the rows from one head to the next. Side s (0: K, 1: V) of
     layer l and head h is at ``row + ((2 l + s) H + h) * rows between heads``.
 
-    Shapes:  qkv [N, HQ + 2 H, D], contiguous, its q part overwritten;  cos, signed_sin [N, 1, D] float32, from
-             ``RotaryEmbedding``: halves of cos equal, of sin opposite;  rows [N, 2] int64, as above;
+    Shapes:  qkv [N, HQ + 2 H, D], each token's contiguous, its q part overwritten;
+             cos, signed_sin [N, 1, D] float32, from ``RotaryEmbedding``: halves of cos equal, of sin opposite;
+             rows [N, 2] int64, as above;
              pages [R, D], the whole arena as rows in the pages' dtype;  norm_weight [HQ + H, D];
              key_basis [H, D, D], contiguous, in the dtype of ``qkv``
     Returns: q [N, HQ, D], a view of ``qkv``

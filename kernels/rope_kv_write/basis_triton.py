@@ -18,6 +18,7 @@ TILE_TOKENS = 16  # the fewest of a dot: most programs at once, and chunks gain 
 @triton.jit(do_not_specialize=["layer", "num_tokens"])
 def rope_basis_kv_write_kernel(
     qkv_ptr, cos_ptr, signed_sin_ptr, rows_ptr, pages_ptr, weight_ptr, q_basis_ptr, k_basis_ptr, num_tokens, layer,
+    stride_n,
     HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
     TILE_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -27,7 +28,6 @@ def rope_basis_kv_write_kernel(
     Grid:    (HQ + 2 H, cdiv(N, TILE_N))
     """
     let_next_start(OVERLAP)
-    HEADS: tl.constexpr = HQ + 2 * H
     HALF: tl.constexpr = D // 2
     i_h = tl.program_id(0)
     o_n = tl.program_id(1).to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
@@ -39,7 +39,7 @@ def rope_basis_kv_write_kernel(
     # V's heads follow K's in a page as they do in ``qkv``.
     p_page = pages_ptr + (row + (2 * layer * H + i_h - HQ) * stride)[:, None] * D + o_d[None, :]
     m_page = (row >= 0)[:, None] & m_x
-    p_token = qkv_ptr + (o_n * HEADS + i_h)[:, None] * D
+    p_token = qkv_ptr + (o_n * stride_n + i_h * D)[:, None]
     p_head = p_token + o_d[None, :]
     wait_for_previous(OVERLAP)
 
@@ -98,7 +98,8 @@ def rope_basis_kv_write_triton(
 ) -> Tensor:
     """See ``rope_kv_write``."""
     num_tokens, heads, head_dim = qkv.shape
-    assert qkv.is_contiguous() and pages.is_contiguous() and pages.shape[1] == head_dim and len(rows) == num_tokens
+    assert qkv.stride()[1:] == (head_dim, 1) and len(rows) == num_tokens
+    assert pages.is_contiguous() and pages.shape[1] == head_dim
     assert all(x.is_contiguous() and x.shape == (num_kv_heads, head_dim, head_dim) for x in key_basis)
     num_heads = heads - 2 * num_kv_heads
     norm, itemsize = norm_weight is not None, qkv.dtype.itemsize
@@ -106,7 +107,7 @@ def rope_basis_kv_write_triton(
         num_heads, num_kv_heads, head_dim, eps, norm=norm, itemsize=itemsize
     )
     rope_basis_kv_write_kernel[(heads, triton.cdiv(num_tokens, constexprs["TILE_N"]))](
-        qkv, cos, signed_sin, rows, pages, norm_weight, key_basis.q, key_basis.k, num_tokens, layer,
+        qkv, cos, signed_sin, rows, pages, norm_weight, key_basis.q, key_basis.k, num_tokens, layer, qkv.stride(0),
         **constexprs, num_warps=num_warps, num_stages=2, **overlap_options(qkv.device), **FUSED,
     )  # fmt: skip
     return qkv[:, :num_heads]

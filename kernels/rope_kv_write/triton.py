@@ -16,14 +16,14 @@ TILE_H = 8
 
 @triton.jit(do_not_specialize=["layer"])
 def rope_kv_write_kernel(
-    qkv_ptr, cos_ptr, signed_sin_ptr, rows_ptr, pages_ptr, weight_ptr, layer,
+    qkv_ptr, cos_ptr, signed_sin_ptr, rows_ptr, pages_ptr, weight_ptr, layer, stride_n,
     HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
     TILE_H: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Reads heads in two halves, which rotate into each other: channel i with channel i + D / 2.
 
-    Shapes:  qkv [N, HQ + 2 H, D];  cos, signed_sin [N, D] float32;  rows [N, 2] int64;  pages [R, D];
-             weight [HQ + H, D];  BLOCK_D >= D / 2
+    Shapes:  qkv [N, HQ + 2 H, D], tokens ``stride_n`` apart;  cos, signed_sin [N, D] float32;  rows [N, 2] int64;
+             pages [R, D];  weight [HQ + H, D];  BLOCK_D >= D / 2
     Grid:    (N * cdiv(HQ + 2 H, TILE_H),)
     """
     let_next_start(OVERLAP)
@@ -46,7 +46,7 @@ def rope_kv_write_kernel(
         b_weight2 = tl.load(p_weight + HALF, mask=m_rotated & m_d[None, :], other=0.0)
     wait_for_previous(OVERLAP)
 
-    p_x = qkv_ptr + i_n * (HEADS * D) + o_h[:, None] * D + o_d[None, :]
+    p_x = qkv_ptr + i_n * stride_n + o_h[:, None] * D + o_d[None, :]
     b_raw1 = tl.load(p_x, mask=m_x, other=0.0)
     b_raw2 = tl.load(p_x + HALF, mask=m_x, other=0.0)
     b_x1, b_x2 = b_raw1.to(tl.float32), b_raw2.to(tl.float32)
@@ -82,12 +82,13 @@ def rope_kv_write_triton(
 ) -> Tensor:
     """See ``rope_kv_write``."""
     num_tokens, heads, head_dim = qkv.shape
-    assert qkv.is_contiguous() and pages.is_contiguous() and pages.shape[1] == head_dim and len(rows) == num_tokens
+    assert qkv.stride()[1:] == (head_dim, 1) and len(rows) == num_tokens
+    assert pages.is_contiguous() and pages.shape[1] == head_dim
     num_heads = heads - 2 * num_kv_heads
     norm = norm_weight is not None
     constexprs, num_warps = rope_kv_write_variant(num_heads, num_kv_heads, head_dim, eps, norm=norm)
     rope_kv_write_kernel[(num_tokens * triton.cdiv(heads, TILE_H),)](
-        qkv, cos, signed_sin, rows, pages, norm_weight, layer,
+        qkv, cos, signed_sin, rows, pages, norm_weight, layer, qkv.stride(0),
         **constexprs, num_warps=num_warps, **overlap_options(qkv.device), **FUSED,
     )  # fmt: skip
     return qkv[:, :num_heads]

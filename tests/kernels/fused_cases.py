@@ -75,10 +75,12 @@ def swiglu(inner: int, num_rows: int, dtype: torch.dtype) -> float:
 
 
 def sigmoid_gate(inner: int, num_rows: int, dtype: torch.dtype) -> float:
-    """The sigmoid is rounded once, and the product."""
-    x, gate = (fenced(num_rows, inner, dtype=dtype)[0] for _ in range(2))
+    """The sigmoid is rounded once, and the product; the gate is a part of longer rows."""
+    x, gate = fenced(num_rows, inner, dtype=dtype)[0], fenced(num_rows, inner + 8, dtype=dtype)[0] * 4
+    gate[:, inner:] = float("nan")
+    gate = gate[:, :inner]
     with patch.object(torch, "empty_like", lambda like: torch.full_like(like, float("nan"))):
-        return roundings(sigmoid_gate_triton(x, gate * 4), x * (gate * 4).sigmoid())
+        return roundings(sigmoid_gate_triton(x, gate), x * gate.sigmoid())
 
 
 def swiglu_extremes() -> float:
@@ -112,7 +114,7 @@ def rope_kv_write(
 ) -> float:
     """Error of rotation, of the product with a ``basis`` if asked for, and of KV write.
 
-    Every page but those of the tokens, and every padding, must stay NaN.
+    Every page but those of the tokens, and every padding, must stay NaN. With ``norm`` a token has other heads before.
     """
     token_nbytes = LAYERS * 2 * kv_heads * head_dim * stored.itemsize
     memory = torch.full((6 * BLOCK * token_nbytes,), NAN_BYTE, dtype=torch.uint8)
@@ -126,7 +128,10 @@ def rope_kv_write(
         row_nbytes=head_dim * stored.itemsize,
     )
     cos, signed_sin = RotaryEmbedding(RopeConfig(attention_factor=1.25), head_dim)(positions + 1000)
-    qkv, buffer = fenced(len(rows), heads + 2 * kv_heads, head_dim, dtype=dtype)
+    others = 2 if norm else 0
+    whole, buffer = fenced(len(rows), others + heads + 2 * kv_heads, head_dim, dtype=dtype)
+    whole[:, :others] = float("nan")
+    qkv = whole[:, others:]
     weight = (1 + torch.randn(heads + kv_heads, head_dim) / 4).to(dtype) if norm else None
     key_basis, size_of = random_basis(kv_heads, head_dim, dtype) if basis else None, head_norm if basis else pair_norm
     expected_qkv, expected_memory = qkv.clone(), memory.clone()
@@ -143,6 +148,7 @@ def rope_kv_write(
         assert torch.equal(qkv[:, heads:], before) and untouched(buffer)
         worst = max(worst, roundings(q, expected_q, size_of(expected_q)))
         qkv.copy_(expected_qkv)
+    assert bool(whole[:, :others].isnan().all())
     num_written = int((positions >= 0).sum()) * LAYERS * 2 * kv_heads
     written = ~expected_pages.isnan().all(1)
     assert int(written.sum()) == num_written and torch.equal(written, ~pages.isnan().any(1))
