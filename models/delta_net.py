@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from qkv_engine.kernels.delta_net import DeltaWeights, StateSpec, gated_rms_norm
+from qkv_engine.kernels.delta_net import DeltaWeights, StateSpec
 
 from .attention import AttentionBatch
 from .config import FULL, ModelConfig, read_num_layers
@@ -26,11 +26,13 @@ _MAX_HEADS = 1024
 class StateBatch(AttentionBatch, Protocol):
     """The view of one step for models whose layers have KV or a state: each layer calls ``attend`` or ``delta_net``."""
 
-    def delta_net(self, layer: int, qkv: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights) -> Tensor:
+    def delta_net(self, layer: int, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights) -> Tensor:
         """Passes the step's tokens through the states of their requests in the state layer ``layer``.
 
-        Convolution, gates and delta rule; a request's state begins with zeros at its first token.
-        Shapes: qkv [N, C], b and a [N, HV], rows contiguous; result [N, HV, DV]. All in the model's dtype.
+        Convolution, gates and delta rule, and the norm of each value head times SiLU of its gate ``z``; a request's
+        state begins with zeros at its first token.
+        Shapes: qkv [N, C], z [N, HV, DV], b and a [N, HV], rows contiguous; result [N, HV, DV]. All in the model's
+        dtype.
         """
         ...
 
@@ -105,14 +107,6 @@ class PiecewiseLinear(Linear):
             start += rows.size
 
 
-class GatedRMSNorm(Norm):
-    """RMSNorm over each value head, times SiLU of a gate."""
-
-    def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        """x, z and result [N, HV, DV]."""
-        return gated_rms_norm(x, z, self.weight, self.eps)
-
-
 class DeltaNet(Layer):
     """Gated delta-net of one layer, with index ``layer`` among those with a state.
 
@@ -135,7 +129,7 @@ class DeltaNet(Layer):
         self.in_proj = PiecewiseLinear(config.hidden_size, pieces)
         self.conv = empty_weight(self.spec.num_channels, spec.conv_width)
         self.A_log, self.dt_bias = empty_weight(self.v_heads.size), empty_weight(self.v_heads.size)
-        self.norm = GatedRMSNorm("norm", spec.v_dim, config.norm_eps)
+        self.norm = Norm("norm", spec.v_dim, config.norm_eps)
         values = self.v_heads.times(spec.v_dim)
         self.out_proj = RowParallelLinear(values, {"out_proj": config.hidden_size}, ranks, bias=False)
 
@@ -158,9 +152,8 @@ class DeltaNet(Layer):
     @cached_property
     def weights(self) -> DeltaWeights:
         """What the batch computes with, once the parameters are filled."""
-        return DeltaWeights(
-            self.spec, self.conv.detach(), self.A_log.detach().float().exp(), self.dt_bias.detach().float()
-        )
+        decay, dt_bias = self.A_log.detach().float().exp(), self.dt_bias.detach().float()
+        return DeltaWeights(self.spec, self.conv.detach(), decay, dt_bias, self.norm.weight.detach(), self.norm.eps)
 
     def forward(self, x: Tensor, batch: StateBatch) -> Tensor:
         """x and result [N, E]."""
@@ -171,8 +164,8 @@ class DeltaNet(Layer):
             projected, gates = self.in_proj(x).tensor_split((channels + values,), dim=-1)
         qkv, z = projected.split((channels, values), dim=-1)
         b, a = gates.chunk(2, dim=-1)
-        mixed = batch.delta_net(self.layer, qkv, b, a, self.weights)
-        normed = self.norm(mixed, z.unflatten(-1, mixed.shape[1:]))
+        z = z.unflatten(-1, (self.spec.num_v_heads, self.spec.v_dim))
+        normed = batch.delta_net(self.layer, qkv, z, b, a, self.weights)
         out: Tensor = self.out_proj(normed.flatten(1))
         return out
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from qkv_engine.kernels.attention_reference import softmax_weights
-from qkv_engine.kernels.delta_net import DeltaWeights
+from qkv_engine.kernels.delta_net import DeltaWeights, gated_rms_norm
 from qkv_engine.kernels.delta_net.cpu import delta_net_chunk
 from qkv_engine.kernels.rms_norm.reference import rms_norm
 from qkv_engine.kernels.rope_kv_write import KeyBasis
@@ -59,10 +59,11 @@ class SequenceBatch:
             heads = Heads(in_basis(heads.q, key_basis.q), in_basis(heads.k, key_basis.k), heads.v)
         return self.attend_heads(layer, heads, null_logits)
 
-    def delta_net(self, layer: int, qkv: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights) -> Tensor:
+    def delta_net(self, layer: int, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights) -> Tensor:
         """See ``StateBatch.delta_net``; states begin with zeros and are not kept."""
         recurrent = torch.zeros(weights.spec.recurrent_shape, dtype=torch.float32, device=qkv.device)
-        return delta_net_chunk(qkv, b, a, weights, recurrent, qkv.new_zeros(weights.spec.conv_shape))[0]
+        out, _, _ = delta_net_chunk(qkv, b, a, weights, recurrent, qkv.new_zeros(weights.spec.conv_shape))
+        return gated_rms_norm(out, z, weights.norm, weights.eps)
 
     def attend_heads(self, layer: int, heads: Heads, null_logits: Tensor | None) -> Tensor:
         """Attention of ``layer`` over the whole sequence, [N, HQ, D]; the place to look at ``heads``."""

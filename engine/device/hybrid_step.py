@@ -16,7 +16,7 @@ from qkv_engine.models.rope import Rotation
 class States(Protocol):
     """The states of a step's requests."""
 
-    def delta_net(self, layer: int, qkv: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights) -> Tensor:
+    def delta_net(self, layer: int, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights) -> Tensor:
         """See ``StateBatch.delta_net``."""
         ...
 
@@ -39,6 +39,6 @@ class HybridStep:
         """See ``AttentionBatch``."""
         return self._attention.attend(layer, qkv, rotation, norm, null_logits, key_basis)
 
-    def delta_net(self, layer: int, qkv: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights) -> Tensor:
+    def delta_net(self, layer: int, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights) -> Tensor:
         """See ``StateBatch``."""
-        return self._states.delta_net(layer, qkv, b, a, weights)
+        return self._states.delta_net(layer, qkv, z, b, a, weights)

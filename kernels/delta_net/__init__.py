@@ -8,6 +8,7 @@ Source: Gated Delta Networks (arXiv 2412.06464)
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from . import reference
@@ -24,7 +25,9 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.is_cuda and not x.requires_grad:
         from .triton import gated_rms_norm_triton
 
-        return gated_rms_norm_triton(x, z, weight, eps)
+        out = torch.empty_like(x)
+        gated_rms_norm_triton(x, z, weight, eps, out)
+        return out
     return reference.gated_rms_norm(x, z, weight, eps)
 
 

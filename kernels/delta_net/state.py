@@ -95,13 +95,15 @@ class StateViews(NamedTuple):
 class DeltaWeights(NamedTuple):
     """What a layer computes with: ``conv`` [C, W], and of each value head ``decay`` and ``dt_bias`` [HV] float32.
 
-    ``decay`` is exp(A_log).
+    ``decay`` is exp(A_log). ``norm`` [DV] and ``eps`` are those of the gated norm of each value head's output.
     """
 
     spec: StateSpec
     conv: Tensor
     decay: Tensor
     dt_bias: Tensor
+    norm: Tensor
+    eps: float
 
 
 def _aligned(nbytes: int) -> int:

@@ -38,6 +38,19 @@ def silu(b_x):
 
 
 @triton.jit
+def gated_norm(b_x, b_z, b_weight, SIZE: tl.constexpr, EPS: tl.constexpr):
+    """``x / rms(x) * weight * silu(z)`` over the last dimension, rounded as reference.py does, in the dtype of x.
+
+    z and weight are float32; x has zeros beyond ``SIZE`` elements.
+    """
+    AXIS: tl.constexpr = len(b_x.shape) - 1
+    b_wide = b_x.to(tl.float32)
+    b_scale = tl.rsqrt(tl.sum(b_wide * b_wide, AXIS, keep_dims=True) / SIZE + EPS)
+    b_normed = ((b_wide * b_scale).to(b_x.dtype).to(tl.float32) * b_weight).to(b_x.dtype)
+    return (b_normed.to(tl.float32) * silu(b_z)).to(b_x.dtype)
+
+
+@triton.jit
 def conv_step_kernel(
     memory_ptr, x_ptr, weight_ptr, words_ptr, lengths_ptr, out_ptr, stride_x,
     C: tl.constexpr, W: tl.constexpr, CONVS: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
@@ -73,17 +86,20 @@ def conv_step_kernel(
 
 @triton.jit
 def delta_step_kernel(
-    memory_ptr, x_ptr, b_ptr, a_ptr, decay_ptr, dt_bias_ptr, words_ptr, lengths_ptr, out_ptr, stride_gate,
+    memory_ptr, x_ptr, b_ptr, a_ptr, decay_ptr, dt_bias_ptr, words_ptr, lengths_ptr, z_ptr, norm_ptr, out_ptr,
+    stride_gate, stride_z,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    FORMATS: tl.constexpr, OVERLAP: tl.constexpr,
+    EPS: tl.constexpr, FORMATS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of one value head's state: scaled, corrected under k, and read with q.
+    """Some columns of one value head's state: scaled, corrected under k, and read with q; normed if there is ``z``.
 
-    The state is read while the kernel before, the convolution, still runs: it began when all before it had ended.
+    With ``z`` a program has all columns of its head. Everything but x is read while the kernel before, the convolution,
+    still runs: it let this one begin when all before it had ended.
 
     Shapes:  x [B, 2 HK DK + HV DV], q, k and v;  b, a [B, HV], rows ``stride_gate`` apart;  decay, dt_bias [HV];
-             words, lengths [B];  out [B, HV, DV], zeros for padding;  recurrent: see ``load_state``
+             words, lengths [B];  z [B, HV, DV], tokens ``stride_z`` apart, and norm [DV], both or neither;
+             out [B, HV, DV], zeros for padding;  recurrent: see ``load_state``
     Grid:    (B * HV * cdiv(DV, BLOCK_V),)
     """
     let_next_start(OVERLAP)
@@ -96,19 +112,28 @@ def delta_step_kernel(
     length = tl.load(lengths_ptr + i_b)
     word = tl.load(words_ptr + i_b)
     b_state = load_state(memory_ptr, word, i_h, o_k, o_v, tl.where(length > 1, DK, 0), DV, DK, DV, FORMATS)
+    # Past L1, which may hold what lay there before these were written, right before the convolution.
+    b_a = tl.load(a_ptr + i_b * stride_gate + i_h, cache_modifier=".cg")
+    b_b = tl.load(b_ptr + i_b * stride_gate + i_h, cache_modifier=".cg").to(tl.float32)
+    if z_ptr is not None:
+        p_z = z_ptr + i_b * stride_z + i_h * DV + o_v
+        b_z = tl.load(p_z, mask=m_v, other=0.0, cache_modifier=".cg").to(tl.float32)
+        b_norm = tl.load(norm_ptr + o_v, mask=m_v, other=0.0).to(tl.float32)
+    b_state *= tl.exp(log_kept(b_a, decay, dt_bias))
+    beta = 1.0 / (1.0 + tl.exp(-b_b))
     wait_for_previous(OVERLAP)
     p_x = x_ptr + i_b * (2 * HK * DK + HV * DV)
     p_k = p_x + i_h // (HV // HK) * DK + o_k
     b_q, b_k = load_unit(p_k, m_k), load_unit(p_k + HK * DK, m_k)
     b_v = tl.load(p_x + 2 * HK * DK + i_h * DV + o_v, mask=m_v, other=0.0)
-    beta = 1.0 / (1.0 + tl.exp(-tl.load(b_ptr + i_b * stride_gate + i_h).to(tl.float32)))
-    b_state *= tl.exp(log_kept(tl.load(a_ptr + i_b * stride_gate + i_h), decay, dt_bias))
     b_held = tl.sum(b_state * b_k[:, None], 0)
     b_state += b_k[:, None] * ((b_v.to(tl.float32) - b_held) * beta)[None, :]
     store_state(memory_ptr, word, b_state, i_h, o_k, o_v, tl.where(length > 0, DK, 0), DV, DK, DV, FORMATS)
     b_out = tl.sum(b_state * b_q[:, None], 0) * (DK**-0.5)
-    b_out = tl.where(length > 0, b_out, 0.0)
-    tl.store(out_ptr + (i_b * HV + i_h) * DV + o_v, b_out.to(b_v.dtype), mask=m_v)
+    b_out = tl.where(length > 0, b_out, 0.0).to(b_v.dtype)
+    if z_ptr is not None:
+        b_out = gated_norm(b_out, b_z, b_norm, DV, EPS)
+    tl.store(out_ptr + (i_b * HV + i_h) * DV + o_v, b_out, mask=m_v)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -117,7 +142,7 @@ def gated_norm_kernel(
     HV: tl.constexpr, DV: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """``x / rms(x) * weight * silu(z)`` of some heads.
+    """``gated_norm`` of some heads; ``out`` may be x.
 
     Shapes:  x, out [T, HV, DV];  z [T, HV, DV], tokens ``stride_z`` apart;  weight [DV];  N is T HV
     Grid:    (cdiv(N, ROWS),)
@@ -132,7 +157,4 @@ def gated_norm_kernel(
     b_x = tl.load(x_ptr + o_x, mask=mask, other=0.0)
     p_z = z_ptr + (o_n // HV * stride_z + o_n % HV * DV)[:, None] + o_v[None, :]
     b_z = tl.load(p_z, mask=mask, other=0.0).to(tl.float32)
-    b_wide = b_x.to(tl.float32)
-    b_scale = tl.rsqrt(tl.sum(b_wide * b_wide, 1) / DV + EPS)
-    b_normed = ((b_wide * b_scale[:, None]).to(b_x.dtype).to(tl.float32) * b_weight[None, :]).to(b_x.dtype)
-    tl.store(out_ptr + o_x, (b_normed.to(tl.float32) * silu(b_z)).to(b_x.dtype), mask=mask)
+    tl.store(out_ptr + o_x, gated_norm(b_x, b_z, b_weight[None, :], DV, EPS), mask=mask)

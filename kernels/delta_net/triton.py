@@ -23,6 +23,10 @@ from .step_kernels import conv_step_kernel, delta_step_kernel, gated_norm_kernel
 CONV_TILE = 256  # channels of a program
 CONV_CHANNELS, CONV_ROWS = 512, 8  # of chunks: 4 channels of 8 rows a thread under way
 STEP_COLUMNS, SOLVE_COLUMNS = 32, 64  # of a head's values
+# Value heads of a step's requests from which on each program has a whole one, and norms it. Fewer programs would leave
+# multiprocessors idle (a Hopper has 132): up to 3 requests of 32 heads have cut ones, and the norm as a launch.
+WHOLE_HEADS = 128
+WHOLE_ELEMENTS = 128 * 128  # most of a head's state that the registers of 4 warps hold
 SOLVE_REGISTERS = 168  # a thread: three programs then fit a multiprocessor of Hopper, which is worth some spills
 # By the bytes of an element. In 16 bits never fewer: on an H200 products of 128 rows and 32 columns gave wrong sums
 # (Triton 3.6). In 32 bits more do not fit registers.
@@ -34,6 +38,7 @@ ELEMENT = {FLOAT32: tl.float32, INT16: tl.int16, INT8: tl.int8}
 def delta_net_step_triton(
     memory: Tensor,
     qkv: Tensor,
+    z: Tensor,
     b: Tensor,
     a: Tensor,
     weights: DeltaWeights,
@@ -43,27 +48,33 @@ def delta_net_step_triton(
 ) -> None:
     """One token of each request: the states in ``memory`` go on by it, each in its one of the spec's formats.
 
-    Shapes:  memory [bytes] uint8;  qkv [B, C];  b, a [B, HV], columns contiguous;  out [B, HV, DV], contiguous
+    ``out`` is normed under the gate ``z``.
+    Shapes:  memory [bytes] uint8;  qkv [B, C];  z [B, HV, DV], heads contiguous;  b, a [B, HV], columns contiguous;
+             out [B, HV, DV], contiguous
     Rows of padding come out as zeros.
     """
-    _check(qkv, b, a, out)
-    spec = weights.spec
+    _check(qkv, z, b, a, out)
+    spec, is_whole = weights.spec, has_whole_heads(weights.spec, len(qkv))
     number, tables = len(qkv), (work.words[layer], work.lengths)
     mixed, overlap = _empty_like_rows(qkv), overlap_options(qkv.device)
     constexprs, num_warps = conv_step_variant(spec)
     conv_step_kernel[(number * triton.cdiv(spec.num_channels, constexprs["TILE"]),)](
         memory, qkv, weights.conv, *tables, mixed, qkv.stride(0), **constexprs, num_warps=num_warps, **overlap, **FUSED
     )
-    constexprs, num_warps = delta_step_variant(spec)
+    constexprs, num_warps = delta_step_variant(spec, weights.eps, is_whole=is_whole)
+    norm = (z, weights.norm) if is_whole else (None, None)
     delta_step_kernel[(number * spec.num_v_heads * triton.cdiv(spec.v_dim, constexprs["BLOCK_V"]),)](
-        memory, mixed, b, a, weights.decay, weights.dt_bias, *tables, out, b.stride(0),
+        memory, mixed, b, a, weights.decay, weights.dt_bias, *tables, *norm, out, b.stride(0), z.stride(0),
         **constexprs, num_warps=num_warps, **overlap, **FUSED,
     )  # fmt: skip
+    if not is_whole:
+        gated_rms_norm_triton(out, z, weights.norm, weights.eps, out)
 
 
 def delta_net_chunk_triton(
     memory: Tensor,
     qkv: Tensor,
+    z: Tensor,
     b: Tensor,
     a: Tensor,
     weights: DeltaWeights,
@@ -73,9 +84,11 @@ def delta_net_chunk_triton(
 ) -> None:
     """All tokens of each request: the states in ``memory`` go on by them, each in its one of the spec's formats.
 
-    Shapes:  memory [bytes] uint8;  qkv [N, C];  b, a [N, HV], columns contiguous;  out [N, HV, DV], contiguous
+    ``out`` is normed under the gate ``z``.
+    Shapes:  memory [bytes] uint8;  qkv [N, C];  z [N, HV, DV], heads contiguous;  b, a [N, HV], columns contiguous;
+             out [N, HV, DV], contiguous
     """
-    _check(qkv, b, a, out)
+    _check(qkv, z, b, a, out)
     spec = weights.spec
     words, items, chunks = work.words[layer], work.items, work.chunks
     mixed, dims = _empty_like_rows(qkv), (spec.num_v_heads, CHUNK)
@@ -106,6 +119,7 @@ def delta_net_chunk_triton(
     chunk_scan_kernel[(len(items) * spec.num_v_heads * triton.cdiv(spec.v_dim, constexprs["BLOCK_V"]),)](
         memory, mixed, words, items, *condensed, out, **constexprs, num_warps=num_warps, **FUSED
     )
+    gated_rms_norm_triton(out, z, weights.norm, weights.eps, out)
 
 
 def narrow_states_triton(
@@ -118,17 +132,16 @@ def narrow_states_triton(
     narrow_state_kernel[grid](memory, src, dst, finite, **constexprs, num_warps=num_warps, **UNFUSED)
 
 
-def gated_rms_norm_triton(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See ``gated_rms_norm``."""
+def gated_rms_norm_triton(x: Tensor, z: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """See ``gated_rms_norm``; ``out`` [N, H, D], contiguous, may be x."""
     num_tokens, heads, size = x.shape
-    assert x.is_contiguous() and z.stride()[1:] == (size, 1) and x.dtype == z.dtype
-    out, number = torch.empty_like(x), num_tokens * heads
+    assert x.is_contiguous() and out.is_contiguous() and z.stride()[1:] == (size, 1) and x.dtype == z.dtype
+    number = num_tokens * heads
     constexprs, num_warps = gated_norm_variant(heads, size, eps)
     gated_norm_kernel[(triton.cdiv(number, constexprs["ROWS"]),)](
         x, z, weight, out, z.stride(0), number,
         **constexprs, num_warps=num_warps, **overlap_options(x.device), **FUSED,
     )  # fmt: skip
-    return out
 
 
 def conv_step_variant(spec: StateSpec) -> tuple[dict[str, Any], int]:
@@ -148,9 +161,20 @@ def conv_state_variant(spec: StateSpec) -> tuple[dict[str, Any], int]:
     return {**_conv(spec), "TILE": CONV_TILE}, 4
 
 
-def delta_step_variant(spec: StateSpec) -> tuple[dict[str, Any], int]:
-    """Compile-time arguments and warps of ``delta_step_kernel``."""
-    return {**_heads(spec), **_blocks(spec, STEP_COLUMNS), "FORMATS": _formats(spec)}, 2
+def has_whole_heads(spec: StateSpec, number: int) -> bool:
+    """Whether programs of ``delta_step_kernel`` have whole heads of ``number`` requests, and norm them.
+
+    Where states have several formats they would spill.
+    """
+    blocks = _blocks(spec, triton.next_power_of_2(spec.v_dim))
+    fits = blocks["BLOCK_K"] * blocks["BLOCK_V"] <= WHOLE_ELEMENTS and not spec.narrower
+    return fits and number * spec.num_v_heads >= WHOLE_HEADS
+
+
+def delta_step_variant(spec: StateSpec, eps: float, *, is_whole: bool) -> tuple[dict[str, Any], int]:
+    """Compile-time arguments and warps of ``delta_step_kernel``; ``is_whole``: its programs have whole heads."""
+    blocks = _blocks(spec, triton.next_power_of_2(spec.v_dim) if is_whole else STEP_COLUMNS)
+    return {**_heads(spec), **blocks, "EPS": eps, "FORMATS": _formats(spec)}, 4 if is_whole else 2
 
 
 def chunk_solve_variant(spec: StateSpec, dtype: torch.dtype) -> tuple[dict[str, Any], int]:
@@ -222,5 +246,6 @@ def _empty_like_rows(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _check(qkv: Tensor, b: Tensor, a: Tensor, out: Tensor) -> None:
+def _check(qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, out: Tensor) -> None:
+    assert z.stride()[1:] == (z.shape[2], 1) and z.shape == out.shape and z.dtype == qkv.dtype
     assert qkv.stride(1) == b.stride(1) == a.stride(1) == 1 and b.stride(0) == a.stride(0) and out.is_contiguous()

@@ -91,7 +91,7 @@ POINTERS |= {"memory_ptr": "*u8"} | {
     f"{name}_ptr": "*i64" for name in ("src", "dst", "steps", "finite", "bank_steps", "windows")
 }
 POINTERS |= {
-    f"{name}_ptr": "*bf16" for name in ("z", "b", "a", "written", "forgotten", "scores")
+    f"{name}_ptr": "*bf16" for name in ("z", "norm", "b", "a", "written", "forgotten", "scores")
 }  # of a gated delta-net
 POINTERS |= {"decay_ptr": "*fp32", "dt_bias_ptr": "*fp32", "kept_ptr": "*fp32"}
 POINTERS |= {"sums_ptr": "*i64", "positions_ptr": "*i64", "sampled_ptr": "*i64"}  # the rest are int32 or pointers to it
@@ -296,7 +296,10 @@ def delta_net_kernels(*, overlap: bool = True, large: bool = True) -> Iterator[t
         found.append((f"{shape} mixed", conv_step_kernel, delta_net.conv_step_variant(mixed), overlaps))
         for stored in (*(spec._replace(format=fmt) for fmt in STATE_FORMATS.values()), mixed):
             name = f"{shape} {stored.format.name}{' mixed' * bool(stored.narrower)}"
-            found.append((name, delta_step_kernel, delta_net.delta_step_variant(stored), overlaps))
+            for is_whole in sorted({delta_net.has_whole_heads(stored, number) for number in (1, 64)}):
+                variant = delta_net.delta_step_variant(stored, 1e-6, is_whole=is_whole)
+                norm = {} if is_whole else {"z_ptr": None, "norm_ptr": None}
+                found.append((f"{name}{' whole' * is_whole}", delta_step_kernel, variant, overlaps | norm))
             found.append((name, chunk_scan_kernel, delta_net.chunk_scan_variant(stored, bf16, large=large), {}))
         for old, new in combinations(STATE_FORMATS.values(), 2):
             variant = delta_net.narrow_variant(spec._replace(format=old), new, bf16)

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from qkv_engine.kernels.delta_net import DeltaWeights, StateSpec, StateViews, narrow_states, reference
+from qkv_engine.kernels.delta_net import DeltaWeights, StateSpec, StateViews, narrow_states, reference, triton
 from qkv_engine.kernels.delta_net.formats import FLOAT32, INT8, INT16, StateFormat, decode, encode, narrow
 from qkv_engine.kernels.delta_net.plan import ChunkWork, StepWork
-from qkv_engine.kernels.delta_net.triton import (
-    delta_net_chunk_triton,
-    delta_net_step_triton,
-    gated_rms_norm_triton,
-    narrow_states_triton,
-)
 from qkv_engine.table_words import RUNG_BITS
 
 from .common import relative_error
@@ -66,25 +62,28 @@ class Arena:
 
 def make_weights(spec: StateSpec, dtype: torch.dtype) -> DeltaWeights:
     conv = (torch.randn(spec.num_channels, spec.conv_width) / 2).to(dtype)
-    return DeltaWeights(spec, conv, torch.rand(spec.num_v_heads) * 2, torch.randn(spec.num_v_heads))
+    decay, dt_bias = torch.rand(spec.num_v_heads) * 2, torch.randn(spec.num_v_heads)
+    return DeltaWeights(spec, conv, decay, dt_bias, (1 + torch.randn(spec.v_dim) / 4).to(dtype), 1e-6)
 
 
-def make_rows(spec: StateSpec, dtype: torch.dtype, number: int) -> tuple[Tensor, Tensor, Tensor]:
-    """qkv, b and a of tokens: columns of wider rows, the others NaN."""
-    rows = torch.full((number, spec.num_channels + 7), torch.nan, dtype=dtype)
-    rows[:, : spec.num_channels] = torch.randn(number, spec.num_channels)
+def make_rows(spec: StateSpec, dtype: torch.dtype, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """qkv, z, b and a of tokens: columns of wider rows, the others NaN."""
+    values = spec.num_v_heads * spec.v_dim
+    rows = torch.full((number, spec.num_channels + values + 7), torch.nan, dtype=dtype)
+    rows[:, :-7] = torch.randn(number, spec.num_channels + values)
+    qkv, z, _ = rows.split((spec.num_channels, values, 7), dim=1)
     gates = torch.randn(number, 2 * spec.num_v_heads).to(dtype)
-    return rows[:, : spec.num_channels], *gates.chunk(2, dim=1)
+    return qkv, z.unflatten(1, (spec.num_v_heads, spec.v_dim)), *gates.chunk(2, dim=1)
 
 
 def plain(
-    weights: DeltaWeights, qkv: Tensor, b: Tensor, a: Tensor, recurrent: Tensor, conv: Tensor
+    weights: DeltaWeights, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, recurrent: Tensor, conv: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs and both states by the reference."""
     mixed, conv = reference.short_conv(qkv, conv, weights.conv)
     gates = reference.gates(b, a, weights.decay, weights.dt_bias)
     out, recurrent = reference.delta_rule(*weights.spec.split(mixed), *gates, recurrent)
-    return out, recurrent, conv
+    return reference.gated_rms_norm(out, z, weights.norm, weights.eps), recurrent, conv
 
 
 def begin(arena: Arena, layer: int, request: int, is_first: bool) -> tuple[Tensor, Tensor]:
@@ -117,24 +116,25 @@ def worst(pairs: list[tuple[Tensor, Tensor]]) -> float:
     return max(relative_error(found, expected) for found, expected in pairs)
 
 
-def step(spec: StateSpec, dtype: torch.dtype, positions: list[int]) -> float:
+def step(spec: StateSpec, dtype: torch.dtype, positions: list[int], *, whole: bool = False) -> float:
+    """``whole``: programs have whole heads, if they may."""
     torch.manual_seed(len(positions))
     arena, weights, layer = Arena(spec, dtype, len(positions)), make_weights(spec, dtype), 1
-    qkv, b, a = make_rows(spec, dtype, len(positions))
+    rows = make_rows(spec, dtype, len(positions))
     begun = [begin(arena, layer, i, position <= 0) for i, position in enumerate(positions)]
     out = torch.full((len(positions), spec.num_v_heads, spec.v_dim), torch.nan, dtype=dtype)
     work = StepWork(arena.words, torch.tensor(positions, dtype=torch.int32) + 1)
     had = arena.num_written()
-    delta_net_step_triton(arena.memory, qkv, b, a, weights, work, layer, out)
+    with patch.object(triton, "WHOLE_HEADS", 1 if whole else 2**30):
+        triton.delta_net_step_triton(arena.memory, *rows, weights, work, layer, out)
     pairs = []
     for i, position in enumerate(positions):
         if position < 0:  # padding: zeros, and its slot stays as it is
             start = int(arena.addresses[layer, i])
             assert not out[i].any() and (arena.memory[start : start + spec.nbytes(dtype)] == NAN_BYTE).all()
             continue
-        row = slice(i, i + 1)
-        expected, *state = plain(weights, qkv[row], b[row], a[row], *begun[i])
-        pairs += [(out[row], expected), *states(arena, layer, i, tuple(state))]
+        expected, *state = plain(weights, *(x[i : i + 1] for x in rows), *begun[i])
+        pairs += [(out[i : i + 1], expected), *states(arena, layer, i, tuple(state))]
     assert arena.num_written() > had or all(position for position in positions)
     return worst(pairs)
 
@@ -142,15 +142,15 @@ def step(spec: StateSpec, dtype: torch.dtype, positions: list[int]) -> float:
 def chunks(spec: StateSpec, dtype: torch.dtype, starts: list[int], counts: list[int]) -> float:
     torch.manual_seed(sum(counts))
     arena, weights, layer = Arena(spec, dtype, len(starts)), make_weights(spec, dtype), 1
-    qkv, b, a = make_rows(spec, dtype, sum(counts))
+    rows = make_rows(spec, dtype, sum(counts))
     begun = [begin(arena, layer, i, not start) for i, start in enumerate(starts)]
     out = torch.full((sum(counts), spec.num_v_heads, spec.v_dim), torch.nan, dtype=dtype)
-    work = ChunkWork.build(arena.words.T.tolist(), starts, counts).to(qkv.device)
-    delta_net_chunk_triton(arena.memory, qkv, b, a, weights, work, layer, out)
+    work = ChunkWork.build(arena.words.T.tolist(), starts, counts).to(out.device)
+    triton.delta_net_chunk_triton(arena.memory, *rows, weights, work, layer, out)
     pairs, row = [], 0
     for i, count in enumerate(counts):
         part = slice(row, row + count)
-        expected, *state = plain(weights, qkv[part], b[part], a[part], *begun[i])
+        expected, *state = plain(weights, *(x[part] for x in rows), *begun[i])
         pairs += [(out[part], expected), *states(arena, layer, i, tuple(state))]
         row += count
     return worst(pairs)
@@ -173,7 +173,7 @@ def narrowing(spec: StateSpec, dtype: torch.dtype, old: StateFormat, new: StateF
     if not old.has_scales:
         source.views(1, 2).recurrent.elements[-1, -1, -1] = bad
         memory = torch.cat((source.memory, target.memory))
-    narrow_states_triton(memory, source.addresses[1], dst, source.spec, new, dtype, finite)
+    triton.narrow_states_triton(memory, source.addresses[1], dst, source.spec, new, dtype, finite)
     assert finite.tolist() == [1, 1, int(old.has_scales or bad == 1.0)]
     plain_memory, plain_finite = torch.cat((source.memory, target.memory)), torch.ones(3, dtype=torch.int64)
     narrow_states(plain_memory, source.addresses[1], dst, source.spec, new, dtype, plain_finite)
@@ -201,8 +201,29 @@ def norm(dtype: torch.dtype, num_tokens: int, heads: int, size: int) -> float:
     wide[:, : heads * size] = torch.randn(num_tokens, heads * size)
     x, z = torch.randn(num_tokens, heads, size).to(dtype), wide[:, : heads * size].unflatten(1, (heads, size))
     weight = (1 + torch.randn(size) / 4).to(dtype)
-    found = gated_rms_norm_triton(x, z, weight, 1e-6)
-    return relative_error(found, reference.gated_rms_norm(x, z, weight, 1e-6))
+    expected, found = reference.gated_rms_norm(x, z, weight, 1e-6), torch.full_like(x, torch.nan)
+    for out in (found, x):  # another tensor, or x itself
+        triton.gated_rms_norm_triton(x, z, weight, 1e-6, out)
+    assert torch.equal(found, x)
+    return relative_error(found, expected)
+
+
+def forms(spec: StateSpec, dtype: torch.dtype) -> float:
+    """A step by programs of whole heads against one by programs of parts of them: outputs and every state."""
+    torch.manual_seed(0)
+    positions = [5, 0, -1, 9]
+    weights, rows = make_weights(spec, dtype), make_rows(spec, dtype, len(positions))
+    arena, lengths = Arena(spec, dtype, len(positions)), torch.tensor(positions, dtype=torch.int32) + 1
+    for i, position in enumerate(positions):
+        begin(arena, 1, i, position <= 0)
+    found, memory = [], arena.memory
+    for whole_heads in (1, 2**30):
+        arena.memory, out = memory.clone(), torch.full(rows[1].shape, torch.nan, dtype=dtype)
+        with patch.object(triton, "WHOLE_HEADS", whole_heads):
+            triton.delta_net_step_triton(arena.memory, *rows, weights, StepWork(arena.words, lengths), 1, out)
+        assert not out[2].any()
+        found.append([out, *(part for i in (0, 1, 3) for part in arena.state(1, i))])
+    return worst(list(zip(*found, strict=True)))
 
 
 def cases() -> dict[str, Callable[[], float]]:
@@ -210,8 +231,10 @@ def cases() -> dict[str, Callable[[], float]]:
     found: dict[str, Callable[[], float]] = {}
     for kind, spec in SPECS.items():
         for name, dtype in DTYPES.items():
-            for positions in ([5], [0, 7, -1, 0, 31]):
-                found[f"step {kind} {name} {positions}"] = lambda s=spec, d=dtype, p=positions: step(s, d, p)
+            for positions, whole in product(([5], [0, 7, -1, 0, 31]), (False, True)):
+                found[f"step {kind} {name} {positions}{' whole' * whole}"] = (
+                    lambda s=spec, d=dtype, p=positions, w=whole: step(s, d, p, whole=w)
+                )
             for starts, counts in (([0], [1]), ([9], [65]), ([0, 3, 0, 70], [2, 64, 131, 1])):
                 found[f"chunks {kind} {name} {starts} {counts}"] = lambda s=spec, d=dtype, a=starts, b=counts: chunks(
                     s, d, a, b
@@ -219,7 +242,10 @@ def cases() -> dict[str, Callable[[], float]]:
     for fmt in (INT16, INT8):
         for kind, name, positions in (("odd", "fp32", [0, 7, -1, 31]), ("grouped", "bf16", [3])):
             spec = SPECS[kind]._replace(format=fmt)
-            found[f"step {kind} {name} {fmt.name}"] = lambda s=spec, d=DTYPES[name], p=positions: step(s, d, p)
+            for whole in (False, True):
+                found[f"step {kind} {name} {fmt.name}{' whole' * whole}"] = (
+                    lambda s=spec, d=DTYPES[name], p=positions, w=whole: step(s, d, p, whole=w)
+                )
         for kind, name, starts, counts in (("odd", "fp32", [0, 3, 70], [2, 64, 131]), ("grouped", "bf16", [9], [65])):
             spec = SPECS[kind]._replace(format=fmt)
             found[f"chunks {kind} {name} {fmt.name}"] = lambda s=spec, d=DTYPES[name], a=starts, b=counts: chunks(
@@ -243,6 +269,9 @@ def cases() -> dict[str, Callable[[], float]]:
     for name, dtype in DTYPES.items():
         found[f"chunks whole {name}"] = lambda d=dtype: chunks(whole, d, [3, 0], [70, 9])
         found[f"norm {name}"] = lambda d=dtype: norm(d, 9, 3, 35)
+        for size, fmt in ((24, FLOAT32), (80, FLOAT32), (80, INT16), (80, INT8)):
+            spec = StateSpec(num_k_heads=1, num_v_heads=2, k_dim=20, v_dim=size, conv_width=4, format=fmt)
+            found[f"forms of {size} columns {fmt.name} {name}"] = lambda s=spec, d=dtype: forms(s, d)
     return found
 
 

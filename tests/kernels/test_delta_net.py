@@ -21,7 +21,7 @@ def make(spec: StateSpec, num_tokens: int) -> tuple[DeltaWeights, tuple[Tensor, 
     torch.manual_seed(num_tokens)
     heads = spec.num_v_heads
     conv = torch.randn(spec.num_channels, spec.conv_width)
-    weights = DeltaWeights(spec, conv, torch.rand(heads) * 4, torch.randn(heads))
+    weights = DeltaWeights(spec, conv, torch.rand(heads) * 4, torch.randn(heads), torch.ones(spec.v_dim), 1e-6)
     rows = torch.randn(num_tokens, spec.num_channels), torch.randn(num_tokens, heads), torch.randn(num_tokens, heads)
     return weights, rows, (torch.randn(spec.recurrent_shape), torch.randn(spec.conv_shape))
 

@@ -84,14 +84,14 @@ class DenseBatch:
         weights = scores.softmax(dim=-1)[..., :total]
         return torch.einsum("hqk,khd->qhd", weights, v.float()).to(q.dtype)
 
-    def delta_net(self, layer: int, qkv: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights) -> Tensor:
+    def delta_net(self, layer: int, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights) -> Tensor:
         spec = weights.spec
         conv = self.conv.get(layer, qkv.new_zeros(spec.conv_shape))
         recurrent = self.recurrent.get(layer, torch.zeros(spec.recurrent_shape))
         mixed, self.conv[layer] = reference.short_conv(qkv, conv, weights.conv)
         gates = reference.gates(b, a, weights.decay, weights.dt_bias)
         out, self.recurrent[layer] = reference.delta_rule(*spec.split(mixed), *gates, recurrent)
-        return out
+        return reference.gated_rms_norm(out, z, weights.norm, weights.eps)
 
 
 @pytest.fixture(autouse=True)

@@ -56,8 +56,8 @@ class CodedBatch(DenseBatch):
         super().__init__(loaded.config.attention)
         self.fmt = fmt
 
-    def delta_net(self, layer: int, qkv: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights) -> Tensor:
-        out = super().delta_net(layer, qkv, b, a, weights)
+    def delta_net(self, layer: int, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights) -> Tensor:
+        out = super().delta_net(layer, qkv, z, b, a, weights)
         self.recurrent[layer] = decode(encode(self.recurrent[layer], self.fmt))
         return out
 

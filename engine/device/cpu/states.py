@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qkv_engine.kernels.block_tables import RUNG_BITS
-from qkv_engine.kernels.delta_net import DeltaWeights, StateFormat, StateSpec, StateViews
+from qkv_engine.kernels.delta_net import DeltaWeights, StateFormat, StateSpec, StateViews, gated_rms_norm
 from qkv_engine.kernels.delta_net.cpu import delta_net_chunk, delta_net_step
 from qkv_engine.kernels.delta_net.formats import decode, encode
 
@@ -68,7 +68,7 @@ class CpuStates:
         self._num_decodes = sum(item.last - item.first == 1 for item in items)
         self._items = items
 
-    def delta_net(self, layer: int, qkv: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights) -> Tensor:
+    def delta_net(self, layer: int, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights) -> Tensor:
         """See ``StateBatch.delta_net``. Rows beyond the step's tokens are padding; they come out as zeros."""
         spec, n = self._planner.specs[layer], self._num_decodes
         out = qkv.new_zeros(len(qkv), spec.num_v_heads, spec.v_dim)
@@ -84,7 +84,7 @@ class CpuStates:
             recurrent, conv = decode(state[1].recurrent), state[1].conv
             out[part], recurrent, conv = delta_net_chunk(qkv[part], b[part], a[part], weights, recurrent, conv)
             _write([state], recurrent[None], conv[None])
-        return out
+        return gated_rms_norm(out, z, weights.norm, weights.eps)
 
 
 def _write(states: Sequence[tuple[StateFormat, StateViews]], recurrent: Tensor, conv: Tensor) -> None:

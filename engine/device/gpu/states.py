@@ -43,13 +43,13 @@ class GpuStates:
         """``steps``: the plan of the first ``num_steps`` tokens, single ones;  ``chunks``: that of the others."""
         self._planner, self._num_steps, self._steps, self._chunks = planner, num_steps, steps, chunks
 
-    def delta_net(self, layer: int, qkv: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights) -> Tensor:
+    def delta_net(self, layer: int, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, weights: DeltaWeights) -> Tensor:
         """See ``StateBatch.delta_net``. Rows of padding come out as zeros."""
         n, spec, memory = self._num_steps, self._planner.specs[layer], self._planner.memory
         weights = weights._replace(spec=spec)
         out = qkv.new_empty(len(qkv), spec.num_v_heads, spec.v_dim)
         if self._steps is not None:
-            delta_net_step_triton(memory, qkv[:n], b[:n], a[:n], weights, self._steps, layer, out[:n])
+            delta_net_step_triton(memory, qkv[:n], z[:n], b[:n], a[:n], weights, self._steps, layer, out[:n])
         if self._chunks is not None:
-            delta_net_chunk_triton(memory, qkv[n:], b[n:], a[n:], weights, self._chunks, layer, out[n:])
+            delta_net_chunk_triton(memory, qkv[n:], z[n:], b[n:], a[n:], weights, self._chunks, layer, out[n:])
         return out

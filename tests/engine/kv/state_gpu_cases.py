@@ -102,7 +102,7 @@ def step(
     behind = slice(num_single, num_single + (padding if num_single else 0))
     for layer, spec in enumerate(SPECS):
         inputs = make_rows(spec, torch.float32, sum(counts))
-        padded = [with_padding(x, behind) for x in inputs]
+        padded = [with_padding(x, behind, 0.5 if i == 1 else torch.nan) for i, x in enumerate(inputs)]
         expected = expected_step.delta_net(layer, *inputs, weights[layer])
         found = found_step.delta_net(layer, *padded, weights[layer])  # type: ignore[attr-defined]
         assert not found[behind].any()
@@ -138,9 +138,9 @@ def begin(planner: GpuAttentionPlanner, columns: tuple[list[int], list[int], lis
     return planner.begin(step_input, len(first.ids) + len(second.ids), num_single, bounds, chunks, states)[1]
 
 
-def with_padding(x: Tensor, rows: slice) -> Tensor:
-    """``x`` with rows of NaN at ``rows``."""
-    blank = torch.full((rows.stop - rows.start, x.shape[1]), torch.nan)
+def with_padding(x: Tensor, rows: slice, value: float) -> Tensor:
+    """``x`` with rows of ``value`` at ``rows``."""
+    blank = torch.full((rows.stop - rows.start, *x.shape[1:]), value)
     return torch.cat((x[: rows.start], blank, x[rows.start :]))
 
 
