@@ -1,9 +1,10 @@
 """Times a layer of gated delta-nets on a GPU in other launches than the engine's: us of all its kernels.
 
-python -m studies.kernels.bench_states [--requests 1,16,64] [--tokens 16384]
+python -m studies.kernels.bench_states [--requests 1,16,64] [--tokens 16384] [--state-dtype float32,int16]
 
-Single tokens with other columns and warps of the state's kernel, chunks with other rows, channels and warps of the
-convolution.
+From the convolution to the gated norm: single tokens with other columns and warps of the state's kernel, of parts of
+heads and of whole ones, chunks with other rows, channels and warps of the convolution. Of several formats of states
+requests have one each by turns.
 States of several layers take turns, which together exceed L2. ``error``: of the largest output, against the engine's
 launch. ``share``: bytes of states, or of the rows in and out of the convolution, at 4.3e12 B/s over the time.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor
 
 from qkv_engine.bench.roofline import BANDWIDTH
-from qkv_engine.kernels.delta_net import DeltaWeights, StateSpec, triton
+from qkv_engine.kernels.delta_net import STATE_FORMATS, DeltaWeights, StateSpec, triton
 from qkv_engine.kernels.delta_net.plan import ChunkWork, StepWork
 from qkv_engine.table_words import RUNG_BITS
 
@@ -30,9 +32,11 @@ from .timing import time_calls
 SPEC = StateSpec(16, 32, 128, 128, 4)  # of qwen3.5-4b
 LAYERS = 4
 STEPS = [(columns, warps) for columns in (16, 32, 64, 128) for warps in (1, 2, 4, 8)]
+WHOLE_WARPS = (2, 4, 8)
 CHUNKS = [(rows, channels, warps) for rows in (4, 8, 16) for channels in (512, 1024, 2048) for warps in (2, 4, 8)]
 
 Variant = Callable[..., tuple[dict[str, Any], int]]
+Launch = dict[str, Callable[..., Any]]  # functions of ``triton`` by name, in place of the engine's
 
 
 class Timed(NamedTuple):
@@ -46,7 +50,7 @@ class Timed(NamedTuple):
 
 def changed(variant: Variant, num_warps: int, **constexprs: int) -> Variant:
     """``variant`` with other compile-time arguments."""
-    return lambda *args: ({**variant(*args)[0], **constexprs}, num_warps)
+    return lambda *args, **options: ({**variant(*args, **options)[0], **constexprs}, num_warps)
 
 
 class Layers:
@@ -55,19 +59,23 @@ class Layers:
     def __init__(self, spec: StateSpec, number: int, num_rows: int):
         size = -(-spec.nbytes(torch.bfloat16) // 256) * 256
         self.spec, self.number = spec, number
-        self.words = torch.randperm(LAYERS * number).view(LAYERS, number) * size << RUNG_BITS
+        steps = torch.arange(number) % len(spec.forms)
+        self.words = torch.randperm(LAYERS * number).view(LAYERS, number) * size << RUNG_BITS | steps
         states = (torch.randn(LAYERS * number, size // 4) / 8).view(torch.uint8)
-        states[:, spec.conv_offset :] = 0  # 16 bits each, of which some would be NaN
+        for form in spec.forms:  # 16 bits each, of which some would be NaN
+            states[:, form.conv_offset : form.nbytes(torch.bfloat16)] = 0
         self._first, self.memory = states.flatten(), torch.empty(states.numel(), dtype=torch.uint8)
         conv = (torch.randn(spec.num_channels, spec.conv_width) / 2).bfloat16()
-        self.weights = DeltaWeights(spec, conv, torch.rand(spec.num_v_heads), torch.randn(spec.num_v_heads))
+        decay, dt_bias = torch.rand(spec.num_v_heads), torch.randn(spec.num_v_heads)
+        self.weights = DeltaWeights(spec, conv, decay, dt_bias, torch.rand(spec.v_dim).bfloat16(), 1e-6)
         self.qkv = torch.randn(num_rows, spec.num_channels).bfloat16()
         self.b, self.a = torch.randn(num_rows, 2 * spec.num_v_heads).bfloat16().chunk(2, dim=1)
-        self.out = torch.empty(num_rows, spec.num_v_heads, spec.v_dim, dtype=torch.bfloat16)
+        self.z = torch.randn(num_rows, spec.num_v_heads, spec.v_dim).bfloat16()
+        self.out = torch.empty_like(self.z)
 
     def calls(self, product: Callable[..., None], work: StepWork | ChunkWork) -> list[Callable[[], None]]:
         """``product`` in each layer."""
-        inputs = self.memory, self.qkv, self.b, self.a, self.weights, work
+        inputs = self.memory, self.qkv, self.z, self.b, self.a, self.weights, work
         return [partial(product, *inputs, layer, self.out) for layer in range(LAYERS)]
 
     def first(self, calls: list[Callable[[], None]]) -> Tensor:
@@ -78,15 +86,23 @@ class Layers:
 
 
 def compare(
-    layers: Layers, calls: list[Callable[[], None]], name: str, launches: dict[str, Variant], nbytes: int
+    layers: Layers, calls: list[Callable[[], None]], launches: dict[str, Launch], nbytes: int
 ) -> Iterator[Timed]:
-    """The engine's launch, then those in which ``triton``'s function called ``name`` is another one."""
+    """The engine's launch, then others."""
     expected = layers.first(calls)
-    for launch, variant in {"as launched": getattr(triton, name), **launches}.items():
-        with patch.object(triton, name, variant):
+    for launch, functions in {"as launched": Launch(), **launches}.items():
+        with ExitStack() as stack:
+            for name, function in functions.items():
+                stack.enter_context(patch.object(triton, name, function))
             error = float((layers.first(calls) - expected).abs().max() / expected.abs().max())
             seconds = time_calls(calls)
         yield Timed(launch, 1e6 * seconds, nbytes / BANDWIDTH / seconds, error)
+
+
+def step_launch(num_warps: int, *, is_whole: bool, **constexprs: int) -> Launch:
+    """A step by programs of whole heads, or of parts of them and with the norm as a launch of its own."""
+    variant = changed(triton.delta_step_variant, num_warps, **constexprs)
+    return {"has_whole_heads": lambda *args: is_whole, "delta_step_variant": variant}
 
 
 def steps(spec: StateSpec, number: int) -> Iterator[Timed]:
@@ -94,26 +110,30 @@ def steps(spec: StateSpec, number: int) -> Iterator[Timed]:
     layers = Layers(spec, number, number)
     work = StepWork(layers.words, torch.full((number,), 100, dtype=torch.int32))
     launches = {
-        f"{columns} columns, {warps} warps": changed(triton.delta_step_variant, warps, BLOCK_V=max(16, columns))
+        f"{columns} columns, {warps} warps": step_launch(warps, is_whole=False, BLOCK_V=max(16, columns))
         for columns, warps in STEPS
         if columns <= spec.v_dim
     }
+    launches |= {f"whole heads, {warps} warps": step_launch(warps, is_whole=True) for warps in WHOLE_WARPS}
     calls = layers.calls(triton.delta_net_step_triton, work)
-    yield from compare(layers, calls, "delta_step_variant", launches, 2 * number * spec.nbytes(torch.bfloat16))
+    nbytes = sum(spec.forms[i % len(spec.forms)].nbytes(torch.bfloat16) for i in range(number))
+    yield from compare(layers, calls, launches, 2 * nbytes)
 
 
 def chunks(spec: StateSpec, tokens: int) -> Iterator[Timed]:
     """Two prompts of half of ``tokens`` each."""
     layers = Layers(spec, 2, tokens)
     work = ChunkWork.build(layers.words.T.tolist(), [0, 0], [tokens // 2] * 2).to(layers.qkv.device)
-    launches = {
-        f"{rows} rows, {channels} channels, {warps} warps": changed(
-            triton.conv_chunk_variant, warps, ROWS=rows, HEADS=max(1, channels // spec.k_dim)
-        )
+    launches: dict[str, Launch] = {
+        f"{rows} rows, {channels} channels, {warps} warps": {
+            "conv_chunk_variant": changed(
+                triton.conv_chunk_variant, warps, ROWS=rows, HEADS=max(1, channels // spec.k_dim)
+            )
+        }
         for rows, channels, warps in CHUNKS
     }
     calls = layers.calls(triton.delta_net_chunk_triton, work)
-    yield from compare(layers, calls, "conv_chunk_variant", launches, 2 * layers.qkv.nbytes)
+    yield from compare(layers, calls, launches, 2 * layers.qkv.nbytes)
 
 
 def main() -> None:
@@ -121,12 +141,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", default="1,16,64", metavar="LIST", help="default: %(default)s")
     parser.add_argument("--tokens", type=int, default=16384, metavar="N", help="default: %(default)s")
+    parser.add_argument("--state-dtype", default="float32", metavar="LIST", help="default: %(default)s")
     args = parser.parse_args()
+    widest, *narrower = (STATE_FORMATS[name] for name in args.state_dtype.split(","))
+    spec = SPEC._replace(format=widest, narrower=tuple(narrower))
     with torch.device("cuda"):
         for number in map(int, args.requests.split(",")):
-            for timed in steps(SPEC, number):
+            for timed in steps(spec, number):
                 print_line(requests=number, **timed._asdict())
-        for timed in chunks(SPEC, args.tokens):
+        for timed in chunks(spec, args.tokens):
             print_line(tokens=args.tokens, **timed._asdict())
 
 

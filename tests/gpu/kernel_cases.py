@@ -166,7 +166,8 @@ def delta_net(seed: int) -> Figure:
     with torch.device(DEVICE):
         if rng.random() < 0.4:
             positions = [start - rng.randint(0, 1) for start in starts]
-            return delta_net_cases.step(spec, dtype, positions), 1e-5 if dtype == FP32 else 4e-3
+            error = delta_net_cases.step(spec, dtype, positions, whole=rng.random() < 0.5)
+            return error, 1e-5 if dtype == FP32 else 4e-3
         counts = [rng.choice((1, 64, rng.randint(1, 300))) for _ in range(number)]
         return delta_net_cases.chunks(spec, dtype, starts, counts), 1e-4 if dtype == FP32 else 2e-2
 

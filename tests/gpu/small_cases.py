@@ -107,7 +107,8 @@ def delta_nets() -> None:
     with torch.device("cuda"):
         for spec in (cases.SPECS["odd"], cases.SPECS["odd"]._replace(k_dim=128, v_dim=128)):
             for form in (FLOAT32, INT16, INT8):
-                assert math.isfinite(cases.step(spec._replace(format=form), BF16, [0, 5, -1]))
+                for whole in (False, True):
+                    assert math.isfinite(cases.step(spec._replace(format=form), BF16, [0, 5, -1], whole=whole))
                 assert math.isfinite(cases.chunks(spec._replace(format=form), BF16, [0, 9], [70, 3]))
             for new in (INT16, INT8):
                 assert not cases.narrowing(spec, BF16, FLOAT32, new)
