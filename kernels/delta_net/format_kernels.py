@@ -29,6 +29,15 @@ def conv_of(memory_ptr, word, CONVS: tl.constexpr):
 
 
 @triton.jit
+def offsets(i_h, o_k, o_v, DK: tl.constexpr, DV: tl.constexpr):
+    """Where some elements of a head are [BLOCK_K, BLOCK_V]; a thread has 4 of a row, in whatever format.
+
+    With other numbers threads would exchange elements through shared memory where a state has one of several formats.
+    """
+    return tl.max_contiguous((i_h * DK + o_k)[:, None] * DV + o_v[None, :], (1, 4))
+
+
+@triton.jit
 def load_state(
     memory_ptr, word, i_h, o_k, o_v, num_k, num_v,
     DK: tl.constexpr, DV: tl.constexpr, FORMATS: tl.constexpr,
@@ -72,7 +81,7 @@ def load_tile(
     Shapes:  p_slot, where a state begins;  o_k [BLOCK_K];  o_v [BLOCK_V];  returns [BLOCK_K, BLOCK_V]
              ELEMENT [HV, DK, DV] at the beginning, float32 [HV, DV] ``SCALES`` bytes behind it, if that is not 0
     """
-    p_state = p_slot.to(tl.pointer_type(ELEMENT)) + (i_h * DK + o_k)[:, None] * DV + o_v[None, :]
+    p_state = p_slot.to(tl.pointer_type(ELEMENT)) + offsets(i_h, o_k, o_v, DK, DV)
     b_state = tl.load(p_state, mask=(o_k < num_k)[:, None] & (o_v < num_v)[None, :], other=0).to(tl.float32)
     if SCALES > 0:
         p_scales = (p_slot + SCALES).to(tl.pointer_type(tl.float32)) + i_h * DV + o_v
@@ -86,7 +95,7 @@ def store_tile(
     DK: tl.constexpr, DV: tl.constexpr, ELEMENT: tl.constexpr, SCALES: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Stores float32 elements; whole columns, of which those beyond the state are zeros. See ``formats.encode``."""
-    p_state = p_slot.to(tl.pointer_type(ELEMENT)) + (i_h * DK + o_k)[:, None] * DV + o_v[None, :]
+    p_state = p_slot.to(tl.pointer_type(ELEMENT)) + offsets(i_h, o_k, o_v, DK, DV)
     mask = (o_k < num_k)[:, None] & (o_v < num_v)[None, :]
     if SCALES > 0:
         b_size = tl.abs(b_state)

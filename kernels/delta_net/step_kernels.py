@@ -128,8 +128,8 @@ def delta_step_kernel(
     b_v = tl.load(p_x + 2 * HK * DK + i_h * DV + o_v, mask=m_v, other=0.0)
     b_held = tl.sum(b_state * b_k[:, None], 0)
     b_state += b_k[:, None] * ((b_v.to(tl.float32) - b_held) * beta)[None, :]
-    store_state(memory_ptr, word, b_state, i_h, o_k, o_v, tl.where(length > 0, DK, 0), DV, DK, DV, FORMATS)
     b_out = tl.sum(b_state * b_q[:, None], 0) * (DK**-0.5)
+    store_state(memory_ptr, word, b_state, i_h, o_k, o_v, tl.where(length > 0, DK, 0), DV, DK, DV, FORMATS)
     b_out = tl.where(length > 0, b_out, 0.0).to(b_v.dtype)
     if z_ptr is not None:
         b_out = gated_norm(b_out, b_z, b_norm, DV, EPS)

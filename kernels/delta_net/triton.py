@@ -164,10 +164,10 @@ def conv_state_variant(spec: StateSpec) -> tuple[dict[str, Any], int]:
 def has_whole_heads(spec: StateSpec, number: int) -> bool:
     """Whether programs of ``delta_step_kernel`` have whole heads of ``number`` requests, and norm them.
 
-    Where states have several formats they would spill.
+    Where states have more than two formats they would spill.
     """
     blocks = _blocks(spec, triton.next_power_of_2(spec.v_dim))
-    fits = blocks["BLOCK_K"] * blocks["BLOCK_V"] <= WHOLE_ELEMENTS and not spec.narrower
+    fits = blocks["BLOCK_K"] * blocks["BLOCK_V"] <= WHOLE_ELEMENTS and len(spec.narrower) <= 1
     return fits and number * spec.num_v_heads >= WHOLE_HEADS
 
 

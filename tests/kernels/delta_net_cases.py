@@ -261,7 +261,10 @@ def cases() -> dict[str, Callable[[], float]]:
     for narrower in ((INT16,), (INT16, INT8)):
         for kind, name in (("odd", "fp32"), ("grouped", "bf16")):
             spec, d = SPECS[kind]._replace(narrower=narrower), DTYPES[name]
-            found[f"step {kind} {name} mixed {len(narrower)}"] = lambda s=spec, d=d: step(s, d, [0, 7, -1, 31, 5, 0, 9])
+            for whole in (False, True):
+                found[f"step {kind} {name} mixed {len(narrower)}{' whole' * whole}"] = lambda s=spec, d=d, w=whole: (
+                    step(s, d, [0, 7, -1, 31, 5, 0, 9], whole=w)
+                )
             found[f"chunks {kind} {name} mixed {len(narrower)}"] = lambda s=spec, d=d: chunks(
                 s, d, [0, 3, 70, 0], [2, 64, 131, 1]
             )
