@@ -57,6 +57,8 @@ def conv_step_kernel(
 ):  # fmt: skip
     """The short convolution of a tile of channels of one token, whose inputs move up in the state.
 
+    The state is read while the kernel before still runs: that must not write states.
+
     Shapes:  x [B, C], rows ``stride_x`` apart;  weight [C, W];  words, lengths [B];  out [B, C]
              conv, ``CONVS`` bytes into a state: [C, W - 1]
     Grid:    (B * cdiv(C, TILE),)
@@ -66,21 +68,23 @@ def conv_step_kernel(
     o_c = tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)
     m_c = o_c < C
     p_weight = weight_ptr + o_c * W
-    b_last = tl.load(p_weight + W - 1, mask=m_c, other=0.0).to(tl.float32)
-    wait_for_previous(OVERLAP)
-    let_next_start(OVERLAP)  # only now: it reads states before it waits for this one
     length = tl.load(lengths_ptr + i_b)
     p_state = conv_of(memory_ptr, tl.load(words_ptr + i_b), CONVS)
     p_conv = p_state.to(tl.pointer_type(x_ptr.dtype.element_ty)) + o_c * (W - 1)
-    b_x = tl.load(x_ptr + i_b * stride_x + o_c, mask=m_c, other=0.0)
-    b_sum = b_x.to(tl.float32) * b_last
     m_old, m_kept = o_c < tl.where(length > 1, C, 0), o_c < tl.where(length > 0, C, 0)
+    b_last = tl.load(p_weight + W - 1, mask=m_c, other=0.0).to(tl.float32)
+    b_sum = tl.zeros([TILE], tl.float32)
+    olds = ()
     for i in tl.static_range(W - 1):
-        b_old = tl.load(p_conv + i, mask=m_old, other=0.0)
-        b_sum += b_old.to(tl.float32) * tl.load(p_weight + i, mask=m_c, other=0.0).to(tl.float32)
-        if i > 0:
-            tl.store(p_conv + i - 1, b_old, mask=m_kept)
+        olds += (tl.load(p_conv + i, mask=m_old, other=0.0),)  # type: ignore[assignment]
+        b_sum += olds[i].to(tl.float32) * tl.load(p_weight + i, mask=m_c, other=0.0).to(tl.float32)
+    wait_for_previous(OVERLAP)
+    let_next_start(OVERLAP)  # only now: it reads states before it waits for this one
+    b_x = tl.load(x_ptr + i_b * stride_x + o_c, mask=m_c, other=0.0)
+    for i in tl.static_range(1, W - 1):
+        tl.store(p_conv + i - 1, olds[i], mask=m_kept)
     tl.store(p_conv + W - 2, b_x, mask=m_kept)
+    b_sum += b_x.to(tl.float32) * b_last
     tl.store(out_ptr + i_b * C + o_c, silu(b_sum).to(b_x.dtype), mask=m_c)
 
 
