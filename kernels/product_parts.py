@@ -74,15 +74,23 @@ def store_tile(b_sum, b_bias, out_ptr, i_p, o_m, m_m, N, GATED: tl.constexpr, AC
 
 
 @triton.jit
-def store_sums(b_sum, out_ptr, i_p, o_m, m_m, M):
-    """Stores sums [BLOCK_N, BLOCK_M] of the grid's tile ``i_p`` and of split ``program_id(2)`` of the columns.
+def store_sums(b_sum, out_ptr, i_p, num_tiles, o_m, m_m, M):
+    """Stores sums [BLOCK_N, BLOCK_M] of tile ``i_p`` of ``num_tiles`` and of split ``program_id(2)`` of the columns.
 
-    Shapes:  out float32 [SPLITS, M, the grid's tiles BLOCK_N], in the order of the tiles
+    Shapes:  out float32 [SPLITS, M, num_tiles BLOCK_N], in the order of the tiles
     """
     BLOCK_N: tl.constexpr = b_sum.shape[0]
     o_n = i_p * BLOCK_N + tl.arange(0, BLOCK_N)
-    o_out = (tl.program_id(2) * M + o_m).to(tl.int64)[None, :] * (tl.num_programs(0) * BLOCK_N) + o_n[:, None]
+    o_out = (tl.program_id(2) * M + o_m).to(tl.int64)[None, :] * (num_tiles * BLOCK_N) + o_n[:, None]
     tl.store(out_ptr + o_out, b_sum, mask=m_m[None, :])
+
+
+@triton.jit
+def add_sums(b_sum, p_sums, mask, SIZE, SPLITS: tl.constexpr):
+    """``b_sum`` and the float32 sums at ``p_sums`` of all splits, which lie SIZE elements apart, in their order."""
+    for split in tl.static_range(SPLITS):
+        b_sum += tl.load(p_sums + split * SIZE, mask=mask, other=0.0)
+    return b_sum
 
 
 @triton.jit

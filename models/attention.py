@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from qkv_engine.errors import ModelError
-from qkv_engine.kernels.linear import Weight
+from qkv_engine.kernels.linear import SplitSums, Weight
 from qkv_engine.kernels.linear.codes import BLOCK, Float8Weight
 from qkv_engine.kernels.rope_kv_write import KeyBasis
 
@@ -77,11 +77,18 @@ class Attention(Layer):
 
     def forward(self, x: Tensor, rotation: Rotation, batch: AttentionBatch) -> Tensor:
         """x and result [N, E]."""
+        out: Tensor = self.o_proj(self.mix(x, rotation, batch))
+        return out
+
+    def sums(self, x: Tensor, rotation: Rotation, batch: AttentionBatch) -> Tensor | SplitSums:
+        """See ``Layer.sums``."""
+        return self.o_proj.sums(self.mix(x, rotation, batch))
+
+    def mix(self, x: Tensor, rotation: Rotation, batch: AttentionBatch) -> Tensor:
+        """What the output projection reads: x [N, E] -> [N, HQ * D]."""
         num_tokens = x.shape[0]
         qkv = self.qkv_proj(x).view(num_tokens, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        attended = self.attend(qkv, rotation, batch)
-        out: Tensor = self.o_proj(attended.reshape(num_tokens, self.num_heads * self.head_dim))
-        return out
+        return self.attend(qkv, rotation, batch).reshape(num_tokens, self.num_heads * self.head_dim)
 
     def attend(self, qkv: Tensor, rotation: Rotation, batch: AttentionBatch) -> Tensor:
         """qkv [N, HQ + 2 H, D] -> [N, HQ, D]."""

@@ -59,7 +59,7 @@ def attentions_with_bases(net: nn.Module) -> list[Attention]:
     """The attention of each layer of ``net``. Raises ``ConfigError`` for others than projections around a batch's."""
     layers = cast(LlamaForCausalLM, net).model.layers
     found = [module for module in net.modules() if isinstance(module, Attention)]
-    if len(found) != len(layers) or any(type(each).forward is not Attention.forward for each in found):
+    if len(found) != len(layers) or any(type(each).mix is not Attention.mix for each in found):
         message = "K and V of this model cannot be stored in other bases: its attention is not projections alone"
         raise ConfigError(message, field="kv", remedy="Make a plan of another method")
     return found

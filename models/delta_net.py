@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from qkv_engine.kernels.delta_net import DeltaWeights, StateSpec
+from qkv_engine.kernels.linear import SplitSums
 
 from .attention import AttentionBatch
 from .config import FULL, ModelConfig, read_num_layers
@@ -157,6 +158,15 @@ class DeltaNet(Layer):
 
     def forward(self, x: Tensor, batch: StateBatch) -> Tensor:
         """x and result [N, E]."""
+        out: Tensor = self.out_proj(self.mix(x, batch))
+        return out
+
+    def sums(self, x: Tensor, batch: StateBatch) -> Tensor | SplitSums:
+        """See ``Layer.sums``."""
+        return self.out_proj.sums(self.mix(x, batch))
+
+    def mix(self, x: Tensor, batch: StateBatch) -> Tensor:
+        """What the output projection reads: x [N, E] -> [N, HV * DV]."""
         channels, values = self.spec.num_channels, self.spec.num_v_heads * self.spec.v_dim
         if self.gates is not None:
             projected, gates = self.in_proj(x), self.gates(x)
@@ -165,9 +175,7 @@ class DeltaNet(Layer):
         qkv, z = projected.split((channels, values), dim=-1)
         b, a = gates.chunk(2, dim=-1)
         z = z.unflatten(-1, (self.spec.num_v_heads, self.spec.v_dim))
-        normed = batch.delta_net(self.layer, qkv, z, b, a, self.weights)
-        out: Tensor = self.out_proj(normed.flatten(1))
-        return out
+        return batch.delta_net(self.layer, qkv, z, b, a, self.weights).flatten(1)
 
     def checkpoint_rows(self) -> Iterator[CheckpointRows]:
         start, shape = 0, (self.whole.num_channels, 1, self.whole.conv_width)

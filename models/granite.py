@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from qkv_engine.kernels.linear import SplitSums
+
 from .attention import AttentionBatch
 from .config import ModelConfig, read_biases, read_multiplier
 from .fields import Fields
@@ -48,7 +50,7 @@ class GraniteLayer(DecoderLayer):
         self.multiplier = config.residual_multiplier
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, rotation: Rotation, batch: AttentionBatch
+        self, x: Tensor | SplitSums, residual: Tensor | None, rotation: Rotation, batch: AttentionBatch
     ) -> tuple[Tensor, Tensor]:
         """See ``DecoderLayer.forward``."""
         x, residual = self.input_layernorm(x, residual)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from qkv_engine.kernels.linear import SplitSums
+
 from .attention import AttentionBatch
 from .config import ModelConfig
 from .fields import Fields
@@ -64,7 +66,7 @@ class GraniteMoeLayer(GraniteLayer):
         self.shared_mlp = SharedMLP(shared, ranks) if config.shared_size else None
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, rotation: Rotation, batch: AttentionBatch
+        self, x: Tensor | SplitSums, residual: Tensor | None, rotation: Rotation, batch: AttentionBatch
     ) -> tuple[Tensor, Tensor]:
         """See ``DecoderLayer.forward``."""
         x, residual = self.input_layernorm(x, residual)

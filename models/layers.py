@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv_engine.kernels.linear import Weight, linear, pack_weight, reads_rows
+from qkv_engine.kernels.linear import SplitSums, Weight, linear, linear_sums, pack_weight, reads_rows
 from qkv_engine.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_rows, scaled_rms_norm
 
 from .ranks import Part, Ranks
@@ -34,6 +34,14 @@ class Layer(nn.Module):
 
     def __call__(self, *args: Any) -> Any:
         return self.forward(*args)
+
+    def sums(self, *args: Any) -> Tensor | SplitSums:
+        """``forward``, whose result nothing but an ``RMSNorm`` with a residual reads: it may add up a product's splits.
+
+        A layer overrides it where ``forward`` ends in a ``RowParallelLinear``.
+        """
+        out: Tensor = self.forward(*args)
+        return out
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -220,6 +228,10 @@ class RowParallelLinear(Linear):
         out = self.ranks.sum(linear(x, self.weight))
         return out if self.bias is None else out.add_(self.bias)
 
+    def sums(self, x: Tensor) -> Tensor | SplitSums:
+        """See ``Layer.sums``; x [M, I] -> [M, O]. Several ranks add up whole products."""
+        return linear_sums(x, self.weight, self.bias) if self.ranks.size == 1 else self.forward(x)
+
 
 class Norm(Layer):
     """A norm over the last dimension with a weight, of which the checkpoint has what exceeds ``offset``."""
@@ -248,11 +260,16 @@ class RMSNorm(Norm):
         super().__init__(name, size, eps, offset)
         self._scaled_weight: Tensor | None = None  # weight * sqrt(size), for the CPU's shorter computation
 
-    def forward(self, x: Tensor, residual: Tensor | None, reader: Weight | None = None) -> tuple[Any, Tensor]:
+    def forward(
+        self, x: Tensor | SplitSums, residual: Tensor | None, reader: Weight | None = None
+    ) -> tuple[Any, Tensor]:
         """The norm of x + residual, and that sum, which overwrites the residual; all [N, E].
 
         The norm is of ``Float8Rows`` where the product with ``reader``, which alone reads it, would make such rows.
         """
+        if isinstance(x, SplitSums):
+            assert residual is not None
+            return self._add_sums(x, residual, reader)
         if self._scaled_weight is not None:
             summed = x if residual is None else residual.add_(x)
             return scaled_rms_norm(summed, self._scaled_weight, self.eps), summed
@@ -263,6 +280,10 @@ class RMSNorm(Norm):
         if residual is None:
             return rms_norm(x, self.weight, self.eps), x
         return add_rms_norm(x, residual, self.weight, self.eps), residual
+
+    def _add_sums(self, x: SplitSums, residual: Tensor, reader: Weight | None) -> tuple[Any, Tensor]:
+        norm = rms_norm_rows if reader is not None and reads_rows(residual, reader) else add_rms_norm
+        return norm(x, residual, self.weight, self.eps), residual
 
     def pack(self, pack_weight: Callable[[Weight], Weight] = pack_weight) -> None:
         """In float32 on the CPU, folds the square root of ``size`` into the weight."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv_engine.kernels.linear import SteadyWeight, Weight, by_rows, linear_swiglu_for
+from qkv_engine.kernels.linear import SplitSums, SteadyWeight, Weight, by_rows, linear_swiglu_for
 
 from .attention import Attention, AttentionBatch
 from .config import FULL, SLIDING, ModelConfig, read_biases, read_layer_types, read_num_layers
@@ -103,14 +103,19 @@ class MLP(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """x and result [N, E]."""
-        if self._is_silu:
-            of_inner = self.gate_up_proj.weight, self.gate_up_proj.bias
-            inner: Any = linear_swiglu_for(self.down_proj.weight, x, *of_inner)
-        else:
-            gate_up, is_steady = self.gate_up_proj(x), isinstance(self.gate_up_proj.weight, SteadyWeight)
-            inner = by_rows(_gelu_gated, gate_up) if is_steady else _gelu_gated(gate_up)
-        out: Tensor = self.down_proj(inner)
+        out: Tensor = self.down_proj(self.inner(x))
         return out
+
+    def sums(self, x: Tensor) -> Tensor | SplitSums:
+        """See ``Layer.sums``."""
+        return self.down_proj.sums(self.inner(x))
+
+    def inner(self, x: Tensor) -> Any:
+        """The inner features, which the last projection reads: x [N, E] -> [N, I]."""
+        if self._is_silu:
+            return linear_swiglu_for(self.down_proj.weight, x, self.gate_up_proj.weight, self.gate_up_proj.bias)
+        gate_up, is_steady = self.gate_up_proj(x), isinstance(self.gate_up_proj.weight, SteadyWeight)
+        return by_rows(_gelu_gated, gate_up) if is_steady else _gelu_gated(gate_up)
 
 
 def _gelu_gated(gate_up: Tensor) -> Tensor:
@@ -139,16 +144,16 @@ class DecoderLayer(Layer):
         self.mlp = self.mlp_class(config, ranks)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, rotation: Rotation, batch: AttentionBatch
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor | SplitSums, residual: Tensor | None, rotation: Rotation, batch: AttentionBatch
+    ) -> tuple[Tensor | SplitSums, Tensor]:
         """x [N, E], the addend of ``residual`` (``None``: x is the embedding) -> the same pair for the next layer.
 
-        The residual is added right before the norm that reads it, which is one kernel on a GPU.
+        The residual is added right before the norm that reads it, which is one kernel on a GPU and adds up splits, too.
         """
-        x, residual = self.input_layernorm(x, residual, self.self_attn.reader)
-        x = self.self_attn(x, rotation, batch)
-        x, residual = self.post_attention_layernorm(x, residual, self.mlp.reader)
-        return self.mlp(x), residual
+        normed, residual = self.input_layernorm(x, residual, self.self_attn.reader)
+        attended = self.self_attn.sums(normed, rotation, batch)
+        normed, residual = self.post_attention_layernorm(attended, residual, self.mlp.reader)
+        return self.mlp.sums(normed), residual
 
 
 class LlamaModel(Layer):

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from qkv_engine.errors import ModelError
+from qkv_engine.kernels.linear import SplitSums
 from qkv_engine.kernels.sigmoid_gate import sigmoid_gate
 
 from .attention import Attention, AttentionBatch
@@ -110,13 +111,11 @@ class GatedAttention(Attention):
         self.qkv_proj = PiecewiseLinear(config.hidden_size, pieces, bias=config.attention_bias)
         self.first_head = heads.size
 
-    def forward(self, x: Tensor, rotation: Rotation, batch: AttentionBatch) -> Tensor:
-        """x and result [N, E]."""
+    def mix(self, x: Tensor, rotation: Rotation, batch: AttentionBatch) -> Tensor:
+        """See ``Attention.mix``."""
         heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
         gate, qkv = heads.tensor_split((self.first_head,), 1)
-        attended = self.attend(qkv, rotation, batch)
-        out: Tensor = self.o_proj(sigmoid_gate(attended.flatten(1), gate.flatten(1)))
-        return out
+        return sigmoid_gate(self.attend(qkv, rotation, batch).flatten(1), gate.flatten(1))
 
     def convert(self) -> None:
         """See ``Attention.convert``; here the norms over heads have a weight for each channel to reorder, too."""
@@ -179,13 +178,16 @@ class HybridLayer(Layer):
         self.mlp = mlp_class(config, ranks)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, rotation: Rotation, batch: StateBatch
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor | SplitSums, residual: Tensor | None, rotation: Rotation, batch: StateBatch
+    ) -> tuple[Tensor | SplitSums, Tensor]:
         """See ``DecoderLayer.forward``."""
-        x, residual = self.input_layernorm(x, residual)
-        x = self.linear_attn(x, batch) if self.self_attn is None else self.self_attn(x, rotation, batch)
-        x, residual = self.post_attention_layernorm(x, residual)
-        return self.mlp(x), residual
+        normed, residual = self.input_layernorm(x, residual)
+        if self.self_attn is None:
+            mixed = self.linear_attn.sums(normed, batch)
+        else:
+            mixed = self.self_attn.sums(normed, rotation, batch)
+        normed, residual = self.post_attention_layernorm(mixed, residual)
+        return self.mlp.sums(normed), residual
 
 
 class StackedLayer(HybridLayer):

@@ -20,6 +20,7 @@ from .cpu import PackedWeight
 from .packed import PackedCodes, can_pack, pack
 from .packed import unpack as unpack_codes  # ``unpack`` is a module here
 from .padding import padded_rows
+from .split_sums import SplitSums
 from .steady import SteadyWeight, by_rows, pack_steadily
 
 if TYPE_CHECKING:
@@ -80,6 +81,19 @@ def linear(x: Tensor | Float8Rows, weight: Weight, bias: Tensor | None = None) -
         if can_stream(x, weight):
             return linear_few_rows(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def linear_sums(x: Tensor | Float8Rows, weight: Weight, bias: Tensor | None = None) -> Tensor | SplitSums:
+    """``linear`` for ``add_rms_norm``: where that is faster, a product whose splits the norm adds up.
+
+    ``SteadyWeight`` gives no splits, so that a deterministic engine's rows keep their bits.
+    """
+    if isinstance(weight, Tensor) and isinstance(x, Tensor) and x.is_cuda:
+        from .triton import can_split, linear_splits
+
+        if can_split(x, weight):
+            return linear_splits(x, weight, bias)
+    return linear(x, weight, bias)
 
 
 def linear_swiglu(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
@@ -144,11 +158,13 @@ __all__ = [
     "IntegerWeight",
     "PackedCodes",
     "PackedWeight",
+    "SplitSums",
     "SteadyWeight",
     "Weight",
     "by_rows",
     "dequantize",
     "linear",
+    "linear_sums",
     "linear_swiglu",
     "linear_swiglu_for",
     "pack_steadily",

@@ -102,7 +102,7 @@ def bulk_codes_kernel(
     if not IS_FIRST:
         wait_for_previous(OVERLAP)
     if SPLITS > 1:
-        store_sums(b_acc, out_ptr, tl.program_id(0), o_m, o_m < M, M)
+        store_sums(b_acc, out_ptr, tl.program_id(0), tl.num_programs(0), o_m, o_m < M, M)
     else:
         store_tile(b_acc, load_bias(bias_ptr, o_n), out_ptr, i_p, o_m, o_m < M, N, GATED)
 

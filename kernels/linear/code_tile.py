@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..fusion import FUSED
 from ..overlap import let_next_start, overlap_options, wait_for_previous
-from ..product_parts import load_bias, store_sums, store_tile, swiglu_tile, weight_rows
+from ..product_parts import add_sums, load_bias, store_sums, store_tile, swiglu_tile, weight_rows
 from .scales import load_groups, minus_of, scale_of, zeros_after
 from .unpack import unpack_4_bits, unpack_8_bits
 
@@ -113,7 +113,7 @@ def code_tile_kernel(
     if IS_CHANNEL:
         b_acc *= tl.reshape(b_channel, [BLOCK_N, 1])
     if SPLITS > 1:
-        store_sums(b_acc, out_ptr, i_p, o_m, m_m, M)
+        store_sums(b_acc, out_ptr, i_p, tl.num_programs(0), o_m, m_m, M)
     else:
         store_tile(b_acc, load_bias(bias_ptr, o_n), out_ptr, i_p, o_m.to(tl.int64), m_m, N, GATED)
 
@@ -153,9 +153,7 @@ def _sum_splits(p_sums, bias_ptr, o_sum, o_bias, m_out, SIZE, SPLITS: tl.constex
     b_sum = tl.zeros_like(o_sum).to(tl.float32)
     if bias_ptr is not None:
         b_sum += tl.load(bias_ptr + o_bias, mask=m_out, other=0.0).to(tl.float32)
-    for split in tl.static_range(SPLITS):
-        b_sum += tl.load(p_sums + split * SIZE + o_sum, mask=m_out, other=0.0)
-    return b_sum
+    return add_sums(b_sum, p_sums + o_sum, m_out, SIZE, SPLITS)
 
 
 def add_splits(sums: Tensor, bias: Tensor | None, out: Tensor, *, gated: bool, first: int = 0) -> None:

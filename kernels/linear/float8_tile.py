@@ -57,7 +57,7 @@ def float8_tile_kernel(
     if not BLOCKS:
         b_acc *= b_scale[:, None] * b_x_scale[None, :]
     if SPLITS > 1:
-        store_sums(b_acc, out_ptr, i_p, o_m, m_m, M)
+        store_sums(b_acc, out_ptr, i_p, tl.num_programs(0), o_m, m_m, M)
     else:
         store_tile(b_acc, load_bias(bias_ptr, o_n), out_ptr, i_p, o_m.to(tl.int64), m_m, N, GATED)
 

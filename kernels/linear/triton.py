@@ -7,15 +7,30 @@ before it, ``x`` after.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..fusion import FUSED
+from ..nvidia import has_large_shared
 from ..overlap import let_next_start, overlap_options, wait_for_previous
-from ..product_parts import VECTOR, load_bias, load_columns, power_of_2_below, store_row, store_tile, weight_rows
+from ..product_parts import (
+    VECTOR,
+    load_bias,
+    load_columns,
+    power_of_2_below,
+    store_row,
+    store_sums,
+    store_tile,
+    weight_rows,
+)
+from .split_sums import SplitSums
+
+Entry = TypeVar("Entry")
 
 
 class SumTuning(NamedTuple):
@@ -30,8 +45,8 @@ class SumTuning(NamedTuple):
 
 
 class TileTuning(NamedTuple):
-    """Launch parameters of ``linear_tile_kernel``: rows of ``x`` and of the weight a program, columns of a step, and
-    steps under way.
+    """Launch parameters of ``linear_tile_kernel``: rows of ``x`` and of the weight a program, columns of a step, steps
+    under way, and parts of the columns, a program each.
     """
 
     block_m: int
@@ -39,6 +54,7 @@ class TileTuning(NamedTuple):
     block_k: int
     num_warps: int
     num_stages: int
+    splits: int = 1
 
 
 SUMS = SumTuning(columns=1024, loads=16)  # of a lone row
@@ -72,6 +88,24 @@ TILES: dict[int, dict[float, TileTuning]] = {
 # ``SOME_ROWS`` of one with many columns or rows.
 FEW_ROWS, SOME_ROWS, MAX_ROWS = 16, 32, 64
 NARROW, WIDE, MANY_COLUMNS = 4096, 16_384, 4096
+# Of weights of up to ``NARROW`` rows, where the reader of the product adds splits up: by the most rows of ``x``, more
+# than ``MOST_WHOLE``, and by the most columns, of which few leave few steps. They are for large shared memory alone.
+SPLIT_TILES: dict[int, dict[float, TileTuning]] = {
+    16: {
+        4096: TileTuning(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4),
+        ANY: TileTuning(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=6),
+    },
+    32: {
+        4096: TileTuning(block_m=32, block_n=64, block_k=128, num_warps=4, num_stages=4),
+        ANY: TileTuning(block_m=32, block_n=64, block_k=128, num_warps=4, num_stages=5),
+    },
+    64: {
+        4096: TileTuning(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=3),
+        ANY: TileTuning(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=5),
+    },
+}
+MOST_WHOLE, MOST_SPLITS = 8, 4
+SPLIT_PROGRAMS = 132  # one on each multiprocessor of an H200; splits make about as many
 
 
 @triton.jit
@@ -109,12 +143,15 @@ def linear_sum_kernel(
 def linear_tile_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, N, M,
     K: tl.constexpr, GATED: tl.constexpr, FULL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """``out = x @ weight.T + bias`` on tensor cores, or with GATED its SwiGLU.
 
-    Shapes:  x [M, K];  weight [N, K];  bias [N] or None;  out [M, N], with GATED [M, N / 2]
-    Grid:    (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)): programs that read the same rows of the weight follow one another
+    With SPLITS each program has whole steps of the columns, and leaves a sum without the bias.
+
+    Shapes:  x [M, K];  weight [N, K];  bias [N] or None
+             out [M, N], with GATED [M, N / 2], with SPLITS float32 [SPLITS, M, N], where FULL
+    Grid:    (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N), SPLITS): programs that read the same of the weight follow one another
     """
     let_next_start(OVERLAP)
     o_m, o_k = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
@@ -123,21 +160,31 @@ def linear_tile_kernel(
     p_weight = weight_ptr + o_n[:, None] * K
     b_bias = load_bias(bias_ptr, o_n)
     p_x, m_m = x_ptr + o_m[:, None] * K, (o_m < M)[:, None]
+    PART: tl.constexpr = K // SPLITS
+    if SPLITS > 1:
+        p_weight, p_x = p_weight + tl.program_id(2) * PART, p_x + tl.program_id(2) * PART
     b_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     wait_for_previous(OVERLAP)
 
-    for i in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+    for i in tl.range(0, PART, BLOCK_K, num_stages=STAGES):
         b_weight = load_columns(p_weight, i + o_k[None, :], K, BLOCK_K, "evict_first")
         m_x = m_m if K % BLOCK_K == 0 else m_m & (i + o_k < K)[None, :]
         b_x = tl.load(p_x + i + o_k[None, :], mask=m_x, other=0.0)
         b_acc = tl.dot(b_weight, tl.trans(b_x), b_acc, input_precision="ieee")
-    store_tile(b_acc, b_bias, out_ptr, i_p, o_m, o_m < M, N, GATED)
+    if SPLITS > 1:
+        store_sums(b_acc, out_ptr, i_p, tl.num_programs(1), o_m, o_m < M, M)
+    else:
+        store_tile(b_acc, b_bias, out_ptr, i_p, o_m, o_m < M, N, GATED)
 
 
 def can_stream(x: Tensor, weight: Tensor) -> bool:
     """Whether ``linear_few_rows`` takes the operands and is fast: few rows of whole vectors, no gradient to come."""
-    needs_grad = x.requires_grad or weight.requires_grad
-    return _has_vectors(x) and not needs_grad and is_faster(len(x), *weight.shape)
+    return _takes(x, weight) and is_faster(len(x), *weight.shape)
+
+
+def can_split(x: Tensor, weight: Tensor) -> bool:
+    """Whether ``linear_splits`` takes the operands, and is faster where the reader of the product adds splits up."""
+    return has_large_shared(x.device) and _takes(x, weight) and split_tile(len(x), *weight.shape) is not None
 
 
 def is_faster(num_rows: int, num_out: int, size: int) -> bool:
@@ -145,6 +192,10 @@ def is_faster(num_rows: int, num_out: int, size: int) -> bool:
     if num_rows <= SOME_ROWS:
         return num_rows > 0 and (num_rows <= FEW_ROWS or num_out > NARROW or size <= MANY_COLUMNS)
     return num_rows <= MAX_ROWS and num_out < WIDE and size <= MANY_COLUMNS
+
+
+def _takes(x: Tensor, weight: Tensor) -> bool:
+    return _has_vectors(x) and not (x.requires_grad or weight.requires_grad)
 
 
 def _has_vectors(x: Tensor) -> bool:
@@ -169,6 +220,7 @@ def linear_few_rows(
     out = x.new_empty(num_rows, num_out // 2 if gated else num_out)
     kernel, constexprs, num_warps = few_rows_variant(num_rows, num_out, size, gated=gated, tuning=tuning)
     if kernel is linear_tile_kernel:
+        assert constexprs["SPLITS"] == 1
         launch_tiles(x, weight, bias, out, constexprs, num_warps)
         return out
     options = {"num_warps": num_warps, **overlap_options(x.device)}
@@ -177,12 +229,29 @@ def linear_few_rows(
     return out
 
 
+def linear_splits(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, tuning: TileTuning | None = None
+) -> SplitSums:
+    """``linear`` where ``can_split``, before splits of the columns are added up.
+
+    ``tuning``: launch parameters, whose tiles and steps are whole.
+    """
+    (num_rows, size), num_out = x.shape, len(weight)
+    tuning = tuning or split_tile(num_rows, num_out, size)
+    assert tuning is not None and tuning.splits > 1 and _has_vectors(x) and weight.is_contiguous()
+    assert num_out % tuning.block_n == 0 and size % (tuning.splits * tuning.block_k) == 0
+    sums = x.new_empty(tuning.splits, num_rows, num_out, dtype=torch.float32)
+    launch_tiles(x, weight, None, sums, *tile_variant(num_out, size, tuning, gated=False))
+    return SplitSums(sums, bias)
+
+
 def launch_tiles(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, constexprs: dict[str, Any], num_warps: int
 ) -> None:
-    """Writes the product, or its SwiGLU, of any number of rows to ``out`` by ``linear_tile_kernel``."""
+    """Writes the product, its SwiGLU or its splits, of any number of rows, to ``out`` by ``linear_tile_kernel``."""
     num_rows, num_out = len(x), len(weight)
-    grid = triton.cdiv(num_rows, constexprs["BLOCK_M"]), triton.cdiv(num_out, constexprs["BLOCK_N"])
+    tiles = triton.cdiv(num_rows, constexprs["BLOCK_M"]), triton.cdiv(num_out, constexprs["BLOCK_N"])
+    grid = *tiles, constexprs["SPLITS"]
     options = {"num_warps": num_warps, **overlap_options(x.device)}
     linear_tile_kernel[grid](x, weight, bias, out, num_out, num_rows, **constexprs, **options, **FUSED)
 
@@ -201,8 +270,28 @@ def few_rows_variant(
 
 def tile_of(num_rows: int, num_out: int) -> TileTuning:
     """The fastest tile for rows of ``x`` and of the weight."""
-    tiles = TILES[min((most for most in TILES if num_rows <= most), default=max(TILES))]
-    return tiles[min(most for most in tiles if num_out <= most)]
+    return _find(_find(TILES, num_rows), num_out)
+
+
+def split_tile(num_rows: int, num_out: int, size: int) -> TileTuning | None:
+    """The tile and splits of a product whose reader adds splits up; None where that is not faster, as far as measured.
+
+    Splits are the number, of those that divide the steps, that comes nearest to ``SPLIT_PROGRAMS``.
+    """
+    if not MOST_WHOLE < num_rows <= MAX_ROWS or num_out > NARROW:
+        return None
+    tile = _find(_find(SPLIT_TILES, num_rows), size)
+    if num_out % tile.block_n or size % tile.block_k:
+        return None
+    tiles, steps = num_out // tile.block_n, size // tile.block_k
+    divisors = (splits for splits in range(1, MOST_SPLITS + 1) if steps % splits == 0)
+    splits = min(divisors, key=lambda splits: abs(splits * tiles - SPLIT_PROGRAMS))
+    return tile._replace(splits=splits) if splits > 1 else None
+
+
+def _find(table: Mapping[Any, Entry], number: int) -> Entry:
+    """The entry of the smallest key that ``number`` does not exceed; of the largest key where it exceeds all."""
+    return table[min((most for most in table if number <= most), default=max(table))]
 
 
 def _sum_variant(size: int, tuning: SumTuning) -> tuple[dict[str, Any], int]:
@@ -215,6 +304,6 @@ def _sum_variant(size: int, tuning: SumTuning) -> tuple[dict[str, Any], int]:
 
 def tile_variant(num_out: int, size: int, tuning: TileTuning, *, gated: bool) -> tuple[dict[str, Any], int]:
     """Compile-time arguments and warps of ``linear_tile_kernel`` for a weight [num_out, size]."""
-    block_m, block_n, block_k, num_warps, num_stages = tuning
-    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "STAGES": num_stages}
+    block_m, block_n, block_k, num_warps, num_stages, splits = tuning
+    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "STAGES": num_stages, "SPLITS": splits}
     return {"K": size, "GATED": gated, "FULL": num_out % block_n == 0, **blocks}, num_warps

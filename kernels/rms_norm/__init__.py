@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ..linear.split_sums import SplitSums
 from . import cpu
 from .cpu import scaled_rms_norm
 
@@ -27,19 +28,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return cpu.rms_norm(x, weight, eps)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+def add_rms_norm(x: Tensor | SplitSums, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``residual += x``, rounded to the dtype, and then ``rms_norm`` of the sum.
 
+    On a GPU ``x`` may be a product in splits, which gives the bits of the product that it stands for.
     Shapes:  x, residual [N, E], contiguous on a GPU;  weight [E];  returns [N, E]; one dtype
     """
-    if x.is_cuda:
+    if residual.is_cuda:
         from .triton import rms_norm_triton
 
         return rms_norm_triton(x, residual, weight, eps)
+    assert isinstance(x, Tensor)
     return cpu.rms_norm(residual.add_(x), weight, eps)
 
 
-def rms_norm_rows(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Float8Rows:
+def rms_norm_rows(x: Tensor | SplitSums, residual: Tensor | None, weight: Tensor, eps: float) -> Float8Rows:
     """``rms_norm``, or with a residual ``add_rms_norm``, in 8-bit floats on a GPU: the bits of ``quantize_rows``."""
     from .triton import rms_norm_float8
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from qkv_engine.bench.roofline import BANDWIDTH
 from qkv_engine.kernels.fusion import FUSED
-from qkv_engine.kernels.linear import linear, linear_swiglu, reference
+from qkv_engine.kernels.linear import linear, linear_sums, linear_swiglu, reference
 from qkv_engine.kernels.linear.triton import (
     MAX_ROWS,
     TILES,
@@ -33,6 +33,7 @@ from qkv_engine.kernels.linear.triton import (
     TileTuning,
     few_rows_variant,
     linear_few_rows,
+    linear_splits,
     linear_sum_kernel,
 )
 from qkv_engine.kernels.overlap import overlap_options
@@ -45,6 +46,7 @@ from qkv_engine.models.shapes import SHAPES
 from .timing import time_calls
 
 WEIGHTS_NBYTES = 400 << 20  # of the copies of a weight, eight times the L2 cache
+SPLIT_CHECKS = ((4096, 2560, torch.float16), (9216, 2560, torch.bfloat16))
 CHECKS = (  # columns and rows of the weight
     (80, 38, torch.float16),
     (4096, 4100, torch.bfloat16),
@@ -52,7 +54,8 @@ CHECKS = (  # columns and rows of the weight
 )
 BOUND = 1.5  # of what rounding allows
 
-Product = Callable[[Tensor, Tensor], Tensor]
+Product = Callable[..., Any]
+LayerProduct = Callable[[Tensor], Any]  # with its weight
 Tuning = SumTuning | TileTuning
 
 
@@ -113,7 +116,27 @@ def check() -> dict[str, float]:
             is_same &= torch.equal(swiglu(out), linear_swiglu(x, weight, bias))
             error = float(((out.double() - exact).abs() / allowed).max())
             found[f"{dtype} {num_rows} x {size} x {num_out}"] = error if is_same else float("inf")
+    for size, num_out, dtype in SPLIT_CHECKS:
+        for num_rows in (9, 17, MAX_ROWS):
+            found[f"{dtype} {num_rows} x {size} x {num_out} in splits"] = check_splits(num_rows, size, num_out, dtype)
     return found
+
+
+def check_splits(num_rows: int, size: int, num_out: int, dtype: torch.dtype) -> float:
+    """The same of the sum of splits; infinity, too, where a norm that adds them differs from one of their sum."""
+    x, residual, weight, bias = (
+        _random(*shape).to(dtype) for shape in ((num_rows, size), (num_rows, num_out), (num_out, size), (num_out,))
+    )
+    splits = linear_splits(x, weight, bias)
+    out = reference.add_sums(splits, dtype)
+    is_same = torch.equal(splits.sums, linear_splits(x, weight, bias).sums)
+    residuals = residual.clone(), residual.clone()
+    norms = add_rms_norm(out, residuals[0], bias, 1e-6), add_rms_norm(splits, residuals[1], bias, 1e-6)
+    is_same &= torch.equal(*norms) and torch.equal(*residuals)
+    exact = reference.linear(x.double(), weight.double(), bias.double())
+    scale = reference.linear(x.double().abs(), weight.double().abs(), bias.double().abs())
+    allowed = torch.finfo(dtype).eps / 2 * exact.abs() + 2.0**-20 * scale
+    return float(((out.double() - exact).abs() / allowed).max()) if is_same else float("inf")
 
 
 class Wanted(NamedTuple):
@@ -149,7 +172,8 @@ def compile_all(kernels: Iterable[Wanted]) -> None:
     with ThreadPoolExecutor(12) as pool, triton.AsyncCompileMode(pool):
         for rows, num_out, size, gated, tuning, dtype, bias in kernels:
             kernel, constexprs, num_warps = few_rows_variant(rows, num_out, size, gated=gated, tuning=tuning)
-            operands = (dtype, dtype, bias, dtype, num_out, rows)[: 5 if kernel is linear_sum_kernel else 6]
+            out = dtype if constexprs.get("SPLITS", 1) == 1 else torch.float32
+            operands = (dtype, dtype, bias, out, num_out, rows)[: 5 if kernel is linear_sum_kernel else 6]
             kernel.warmup(*operands, grid=(1,), num_warps=num_warps, **constexprs, **options, **FUSED)
 
 
@@ -170,39 +194,37 @@ def time_product(name: str, shape: tuple[int, int], row_numbers: list[int]) -> I
             yield Row(name, num_rows, launch, us, nbytes / (us * 1e-6 * BANDWIDTH))
 
 
-def layer_products() -> Iterator[tuple[str, Product, Product]]:
-    """Name, product, and product with SwiGLU: torch's and ours."""
-    yield "torch", F.linear, lambda x, weight: swiglu(F.linear(x, weight))
-    yield "ours, SwiGLU behind", linear, lambda x, weight: swiglu(linear(x, weight))
-    yield "ours", linear, linear_swiglu
+def layer_products() -> Iterator[tuple[str, Product, Product, Product]]:
+    """Name, product, product with SwiGLU, and product that a norm reads: torch's and ours."""
+    yield "torch", F.linear, lambda x, weight: swiglu(F.linear(x, weight)), F.linear
+    yield "ours, SwiGLU behind", linear, lambda x, weight: swiglu(linear(x, weight)), linear
+    yield "ours, no splits", linear, linear_swiglu, linear
+    yield "ours", linear, linear_swiglu, linear_sums
 
 
-def time_layer(config: ModelConfig, num_rows: int, product: Product, gated: Product) -> float:
+def time_layer(config: ModelConfig, num_rows: int, product: Product, gated: Product, summed: Product) -> float:
     """Microseconds of a layer's norms, products and SwiGLU, without attention, over eight layers of weights."""
     shapes = [shape for name, shape in sizes(config).items() if name != "lm_head"]
-    x, residual, attended = (_random(num_rows, size) for size in (config.hidden_size, config.hidden_size, shapes[1][1]))
-    rows = [x, residual, attended, _random(config.hidden_size)]
+    rows = [_random(num_rows, config.hidden_size), _random(num_rows, shapes[1][1]), _random(config.hidden_size)]
     weights = [[_random(*shape) for shape in shapes] for _ in range(8)]
-    return 1e6 * time_calls([partial(run_layer, with_weights(product, gated, each), rows) for each in weights])
+    return 1e6 * time_calls([partial(run_layer, with_weights(product, gated, summed, each), rows) for each in weights])
 
 
-def with_weights(
-    product: Callable[..., Tensor], gated: Callable[..., Tensor], weights: Sequence[Any]
-) -> list[Callable[[Tensor], Tensor]]:
-    """Both functions as the products of a layer, for ``run_layer``."""
-    functions = product, product, gated, product
+def with_weights(product: Product, gated: Product, summed: Product, weights: Sequence[Any]) -> list[LayerProduct]:
+    """The functions as the products of a layer, for ``run_layer``; norms read those of ``summed``."""
+    functions = product, summed, gated, summed
     return [partial(function, weight=weight) for function, weight in zip(functions, weights, strict=True)]
 
 
-def run_layer(products: Sequence[Callable[[Tensor], Tensor]], rows: Sequence[Tensor]) -> None:
-    """A layer's norms and products.
+def run_layer(products: Sequence[LayerProduct], rows: Sequence[Tensor]) -> None:
+    """A layer's products and norms, from o to the next layer's first product.
 
-    ``products``: the first one, o, gate and up with SwiGLU, down;  ``rows``: x, the residual, attention's result, a
+    ``products``: the first one, o, gate and up with SwiGLU, down;  ``rows``: the residual, attention's result, a
     norm's weight.
     """
-    (first, o, gate_up, down), (x, residual, attended, norm) = products, rows
-    first(add_rms_norm(x, residual, norm, 1e-6))
-    down(gate_up(add_rms_norm(o(attended), residual, norm, 1e-6)))
+    (first, o, gate_up, down), (residual, attended, norm) = products, rows
+    inner = gate_up(add_rms_norm(o(attended), residual, norm, 1e-6))
+    first(add_rms_norm(down(inner), residual, norm, 1e-6))
 
 
 def best(rows: list[Row], num_rows: int, layers: int) -> Iterator[tuple[float, str]]:
@@ -251,8 +273,8 @@ def main() -> None:
             print(f"\n{n} rows, all products of {args.shape}; paste the fastest of ours into TILES")
             for us, launch in best(rows, n, config.num_layers):
                 print(f"{us:9.1f} us  {n}: {launch},")
-            for name, product, gated in layer_products():
-                us = result[f"layer, {n} rows, {name}"] = time_layer(config, n, product, gated)
+            for name, *products in layer_products():
+                us = result[f"layer, {n} rows, {name}"] = time_layer(config, n, *products)
                 print(f"{us:9.2f} us  a layer without attention: {name}", flush=True)
         result["rows"] = [asdict(row) for row in rows]
     if args.json:

@@ -38,7 +38,7 @@ from qkv_engine.kernels.linear.code_tile import code_tile_kernel
 from qkv_engine.kernels.linear.codes import Float8Weight, IntegerWeight
 from qkv_engine.kernels.linear.float8_rows import swiglu_rows_kernel, swiglu_rows_variant
 from qkv_engine.kernels.linear.packed import PackedCodes, pack
-from qkv_engine.kernels.linear.triton import ANY, TILES, few_rows_variant
+from qkv_engine.kernels.linear.triton import ANY, SPLIT_TILES, TILES, few_rows_variant, linear_tile_kernel, split_tile
 from qkv_engine.kernels.moe import SoftmaxOver, SwiGLU
 from qkv_engine.kernels.moe import triton as moe
 from qkv_engine.kernels.moe.code_kernel import expert_codes_kernel
@@ -67,22 +67,8 @@ POINTERS = {"q_ptr": "*bf16", "arena_ptr": "*u8", "addresses_ptr": "*i64", "out_
 POINTERS |= {"lse_ptr": "*fp32", "scale_log2": "fp32", "staged_ptr": "*fp16", "staged_addresses_ptr": "*i64"}
 POINTERS |= {"offsets_ptr": "*i64", "banks_ptr": "*i64"}
 NO_RULE = {"positions_ptr": None, "null_logits_ptr": None}  # of prefill: no window, no null logits
-BF16 = (
-    "x",
-    "residual",
-    "weight",
-    "gate_up",
-    "qkv",
-    "pages",
-    "logits",
-    "source",
-    "inner",
-    "pairs",
-    "gate",
-    "q_basis",
-    "k_basis",
-)
-POINTERS |= {f"{name}_ptr": "*bf16" for name in BF16}
+BF16 = ("x", "residual", "weight", "gate_up", "qkv", "pages", "logits", "source")
+POINTERS |= {f"{name}_ptr": "*bf16" for name in (*BF16, "inner", "pairs", "gate", "q_basis", "k_basis", "bias")}
 POINTERS |= {"codes_ptr": "*u8", "scales_ptr": "*bf16", "zeros_ptr": "*u8"}
 POINTERS |= {"cos_ptr": "*fp32", "signed_sin_ptr": "*fp32", "rows_ptr": "*i64"}
 FP32 = ("peaks", "raw_peaks", "tile_peaks", "floors", "penalties", "biases", "edited", "weights")
@@ -113,6 +99,8 @@ def compile_kernel(kernel: Any, constexprs: dict[str, Any], tuning: Tuning, capa
         in_words = kernel is expert_codes_kernel or not constexprs["SCALED"]
         has_words = constexprs["KIND"] == "float4" or (in_words and constexprs["GROUPS"] > 1)
         types["scales_ptr"] = "*fp32" if constexprs["KIND"] == "float8" else "*i32" if has_words else "*bf16"
+    if kernel in (linear_tile_kernel, rms_norm_kernel) and constexprs["SPLITS"] > 1:
+        types["out_ptr" if kernel is linear_tile_kernel else "x_ptr"] = "*fp32"
     aligned = [n for n in names if n.endswith(("_ptr", "_offset", "_bank")) or n.startswith("stride") or n == "V"]
     source = ASTSource(
         fn=kernel,
@@ -177,6 +165,8 @@ def fused_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
         "add_rms_norm 4096 float8": (rms_norm_kernel, rms_norm_variant(4096, 1e-5, add=True)),
         "add_rms_norm 4096": (rms_norm_kernel, rms_norm_variant(4096, 1e-5, add=True)),
         "add_rms_norm 5120": (rms_norm_kernel, rms_norm_variant(5120, 1e-5, add=True)),
+        "add_rms_norm 2560 sums bias": (rms_norm_kernel, rms_norm_variant(2560, 1e-5, add=True, splits=4)),
+        "add_rms_norm 4096 sums": (rms_norm_kernel, rms_norm_variant(4096, 1e-5, add=True, splits=2)),
         "swiglu 14336": (swiglu_kernel, swiglu_variant(14336)),
         "sigmoid_gate": (sigmoid_gate_kernel, ({"INNER": 4096, "TILE": sigmoid_gate.TILE}, sigmoid_gate.NUM_WARPS)),
         "float8 swiglu 12288": (swiglu_rows_kernel, swiglu_rows_variant(12288)),
@@ -185,7 +175,8 @@ def fused_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
         "rope_kv_write 32/8 D80": (rope_kv_write_kernel, rope_kv_write_variant(32, 8, 80, 1e-6, norm=False)),
     }
     for name, (kernel, (constexprs, num_warps)) in variants.items():
-        plain = {"scales_ptr": None} if kernel is rms_norm_kernel and "float8" not in name else {}
+        options = {"scales_ptr": "float8", "bias_ptr": "bias"} if kernel is rms_norm_kernel else {}
+        plain = {pointer: None for pointer, option in options.items() if option not in name}
         yield name, kernel, {**constexprs, **plain, "OVERLAP": True}, Tuning(num_warps, 1)
 
 
@@ -201,8 +192,11 @@ def basis_kernels(*head_dims: int, overlap: bool = True) -> Iterator[tuple[str, 
         )
 
 
-def linear_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
-    """Products of 16-bit weights in every tile: SwiGLU's of weights with many rows, plain ones of others."""
+def linear_kernels(*, large: bool = True) -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
+    """Products of 16-bit weights in every tile: SwiGLU's of weights with many rows, plain ones of others.
+
+    ``large``: see ``has_large_shared``; with it those in splits, too, for the shapes of Qwen3.5 4B and Qwen3 8B.
+    """
     shapes = [(1, 24576, 4096), (1, 4096, 12288)]
     for num_rows, tiles in TILES.items():
         shapes += [(num_rows, 24576, 4096) if most == ANY else (num_rows, int(most), 12288) for most in tiles]
@@ -212,6 +206,12 @@ def linear_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
         constexprs |= {"OVERLAP": True, "bias_ptr": None}
         name = kernel.__name__.replace("_kernel", f" {num_rows} x {size} x {num_out}") + gated * " gated"
         yield name, kernel, constexprs, Tuning(num_warps, constexprs.get("STAGES", 1))
+    split = [(2560, 4096), (2560, 9216), (4096, 4096), (4096, 12288)] if large else []
+    for num_rows, (num_out, size) in product(SPLIT_TILES, split):
+        tile = split_tile(num_rows, num_out, size)
+        kernel, constexprs, num_warps = few_rows_variant(num_rows, num_out, size, tuning=tile)
+        name = f"linear_tile {num_rows} x {size} x {num_out} in {constexprs['SPLITS']}"
+        yield name, kernel, constexprs | {"OVERLAP": True, "bias_ptr": None}, Tuning(num_warps, constexprs["STAGES"])
 
 
 def code_kernels(*, large: bool = True) -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:

@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qkv_engine.kernels.linear import linear, linear_sums, linear_swiglu
 from qkv_engine.kernels.linear.integer import linear_codes
-from qkv_engine.kernels.linear.triton import linear_few_rows
+from qkv_engine.kernels.linear.packed import PackedCodes
+from qkv_engine.kernels.linear.triton import SPLIT_TILES, TileTuning, linear_few_rows, linear_splits
 
 from . import bench_linear, code_compiling
-from .bench_linear import run_layer
+from .bench_linear import LayerProduct, run_layer
 from .bench_tiles import WEIGHTS
 from .code_tunings import candidates
 from .code_weights import GROUP, random_rows, timed_weight
@@ -54,9 +56,46 @@ def is_gated(name: str) -> bool:
     return name.endswith("gate_up")
 
 
+def is_summed(name: str) -> bool:
+    """Whether a norm reads the product, and adds up its splits."""
+    return name.endswith((" o", "down"))
+
+
+def has_splits(tuning: Any) -> bool:
+    """Whether the product is left in splits."""
+    return isinstance(tuning, TileTuning) and tuning.splits > 1
+
+
+def split_tiles(num_rows: int) -> Iterator[TileTuning]:
+    """Tiles in splits to try, for the products that norms read; for others they fail."""
+    block_m = next(most for most in SPLIT_TILES if num_rows <= most)
+    for splits in (2, 3, 4):
+        yield from (TileTuning(block_m, 64, 128, 4, stages, splits) for stages in (3, 4, 5, 6))
+
+
+def plain_product(name: str, weight: Tensor, tuning: Any) -> LayerProduct:
+    """The product of that name with a weight of 16 bits."""
+    if tuning is None:
+        launch = linear_swiglu if is_gated(name) else linear_sums if is_summed(name) else linear
+        return partial(launch, weight=weight)
+    if has_splits(tuning):
+        return partial(linear_splits, weight=weight, tuning=tuning)
+    return partial(linear_few_rows, weight=weight, gated=is_gated(name), tuning=tuning)
+
+
+def codes_product(name: str, weight: PackedCodes, tuning: Any) -> LayerProduct:
+    """The same with a quantized weight."""
+    return partial(linear_codes, weight=weight, gated=is_gated(name), tuning=tuning)
+
+
 def compile_all(kind: str, shapes: Mapping[str, tuple[int, int]], num_rows: int, options: Sequence[Any]) -> None:
     """Every tile of every product, several at a time."""
-    wanted = [(shape, is_gated(name), tuning) for name, shape in shapes.items() for tuning in (None, *options)]
+    wanted = [
+        (shape, is_gated(name), tuning)
+        for name, shape in shapes.items()
+        for tuning in (None, *options)
+        if is_summed(name) or not has_splits(tuning)
+    ]
     if kind == "bf16":
         bench_linear.compile_all(bench_linear.Wanted(num_rows, *shape, *others) for shape, *others in wanted)
         return
@@ -73,19 +112,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
     is_plain, shapes = args.kind == "bf16", {name: WEIGHTS[name] for name in LAYERS[args.layer]}
-    options = bench_linear.tunings(args.rows) if is_plain else candidates(args.kind, args.rows)
+    plain = [*bench_linear.tunings(args.rows), *split_tiles(args.rows)]
+    options = plain if is_plain else candidates(args.kind, args.rows)
     compile_all(args.kind, shapes, args.rows, options)
     torch.set_default_device("cuda")
     make = random_rows if is_plain else partial(timed_weight, args.kind)
     layers = [{name: make(*shape) for name, shape in shapes.items()} for _ in range(4 if is_plain else 8)]
     (_, size), (_, attended), *_ = shapes.values()
-    rows = [*(random_rows(args.rows, each) for each in (size, size, attended)), random_rows(1, size)[0]]
-    product: Callable[..., Tensor] = linear_few_rows if is_plain else linear_codes
+    rows = [*(random_rows(args.rows, each) for each in (size, attended)), random_rows(1, size)[0]]
+    product: Callable[..., LayerProduct] = plain_product if is_plain else codes_product
 
     def measure(choice: Choice) -> float | None:
         calls = []
         for weights in layers:
-            products = [partial(product, weight=w, gated=is_gated(n), tuning=choice[n]) for n, w in weights.items()]
+            products = [product(name, weight, choice[name]) for name, weight in weights.items()]
             calls.append(partial(run_layer, products, rows))
         return time_us(calls, str(choice))
 

@@ -23,7 +23,7 @@ import triton
 from torch import Tensor
 
 from qkv_engine.bench.roofline import BANDWIDTH
-from qkv_engine.kernels.linear import linear, linear_swiglu
+from qkv_engine.kernels.linear import linear, linear_sums, linear_swiglu
 from qkv_engine.kernels.linear.dequantize_kernel import dequantize
 from qkv_engine.kernels.linear.float8 import Float8Tuning, scaled_product, scaled_tiles
 from qkv_engine.kernels.linear.float8_rows import quantize_rows
@@ -114,14 +114,15 @@ def time_layers(shapes: dict[str, tuple[int, int]], row_numbers: list[int]) -> N
     for kind in ("bf16", *KINDS):
         product: Callable[..., Tensor] = linear if kind == "bf16" else product_of(kind)
         gated = linear_swiglu if kind == "bf16" else partial(product, gated=True)
+        summed = linear_sums if kind == "bf16" else product
         make = random_rows if kind == "bf16" else partial(timed_weight, kind)
         weights: list[Any] = [[make(*shape) for shape in layer_shapes] for _ in range(4 if kind == "bf16" else 8)]
         for num_rows in row_numbers:
-            rows = [random_rows(num_rows, size) for size in (hidden, hidden, heads)]
+            rows = [random_rows(num_rows, size) for size in (hidden, heads)]
             rows.append(random_rows(1, hidden)[0])
             try:
                 us = 1e6 * time_calls(
-                    [partial(run_layer, with_weights(product, gated, each), rows) for each in weights]
+                    [partial(run_layer, with_weights(product, gated, summed, each), rows) for each in weights]
                 )
                 print_line(layer=kind, rows=num_rows, us=us)
             except Exception as failure:

@@ -76,7 +76,7 @@ def norm_case(config: ModelConfig, tokens: int, *, add: bool) -> Case:
         ) -> None:
             grid = (-(-tokens // constexprs["ROWS"]),)
             rms_norm_kernel[grid](
-                x, r if add else None, weight, o, None, tokens, **constexprs, num_warps=warps, **options, **FUSED
+                x, None, r if add else None, weight, o, None, tokens, **constexprs, num_warps=warps, **options, **FUSED
             )
 
         def apart(x: Tensor = x, r: Tensor = residual) -> Tensor:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from qkv_engine.kernels.linear import reference
+from qkv_engine.kernels.linear.code_tile import add_splits
 from qkv_engine.kernels.linear.steady_triton import linear_steady
-from qkv_engine.kernels.linear.triton import ANY, TILES, SumTuning, TileTuning, linear_few_rows
+from qkv_engine.kernels.linear.triton import ANY, TILES, SumTuning, TileTuning, linear_few_rows, linear_splits
+from qkv_engine.kernels.rms_norm.triton import rms_norm_float8, rms_norm_triton
 from qkv_engine.kernels.swiglu.triton import swiglu_triton
 
 from .fused_cases import DTYPES, fenced
 from .interpreted import report
 
+NAN = float("nan")
 SUM_UNIT = 2.0**-20  # of the sum of the products' sizes: some additions in float32
 TUNINGS: dict[str, SumTuning | TileTuning] = {
     "sums": SumTuning(columns=256, loads=8),
@@ -47,6 +51,41 @@ def gated(num_rows: int, num_out: int) -> float:
     bias, weight, x = (torch.randn(shape).bfloat16() for shape in ((2 * num_out,), (2 * num_out, 80), (num_rows, 80)))
     expected = swiglu_triton(linear_few_rows(x, weight, bias))
     return float(not torch.equal(linear_few_rows(x, weight, bias, gated=True), expected))
+
+
+SPLIT_TILE = TileTuning(block_m=16, block_n=32, block_k=64, num_warps=4, num_stages=3, splits=3)
+
+
+def splits(num_rows: int, dtype: torch.dtype, bias: bool) -> float:
+    """As ``product``, of the sum of splits; NaN lies where none is stored."""
+    biases = fenced(96, dtype=dtype)[0] if bias else None
+    weight, x = fenced(96, 384, dtype=dtype)[0], fenced(num_rows, 384, dtype=dtype)[0]
+    with patch.object(torch.Tensor, "new_empty", lambda x, *shape, **kind: x.new_full(shape, NAN, **kind)):
+        found = linear_splits(x, weight, biases, tuning=SPLIT_TILE)
+    assert found.sums.shape == (3, num_rows, 96) and found.sums.dtype is torch.float32
+    for part, columns in zip(found.sums, torch.arange(384).split(128), strict=True):
+        exact = x[:, columns].double() @ weight[:, columns].double().T
+        assert bool(((part - exact).abs() <= SUM_UNIT * (x.abs().double() @ weight.abs().double().T)).all())
+    return error(reference.add_sums(found, dtype), x, weight, biases)
+
+
+def equal_norms(num_rows: int, dtype: torch.dtype, bias: bool) -> float:
+    """The bits of adding the splits by a kernel of its own and then norming, in 8-bit floats, too."""
+    biases = fenced(96, dtype=dtype)[0] if bias else None
+    residual, norm = fenced(num_rows, 96, dtype=dtype)[0], fenced(96, dtype=dtype)[0]
+    other, out = residual.clone(), torch.full((num_rows, 96), NAN, dtype=dtype)
+    x, weight = torch.randn(num_rows, 384).to(dtype), torch.randn(96, 384).to(dtype)
+    found = linear_splits(x, weight, biases, tuning=SPLIT_TILE)
+    sums = fenced(*found.sums.shape, dtype=torch.float32)[0]
+    sums.copy_(found.sums)
+    add_splits(sums, biases, out, gated=False)
+    splits = found._replace(sums=sums)
+    assert torch.equal(reference.add_sums(splits, dtype), out)
+    codes = [rms_norm_float8(each, residual.clone(), norm, 1e-6) for each in (out, splits)]
+    with patch.object(torch, "empty_like", lambda like: torch.full_like(like, NAN)):
+        pairs = [(rms_norm_triton(out, other, norm, 1e-6), rms_norm_triton(splits, residual, norm, 1e-6))]
+    pairs += [(other, residual), (codes[0].codes.view(torch.uint8), codes[1].codes.view(torch.uint8))]
+    return float(not all(torch.equal(*pair) for pair in (*pairs, (codes[0].scales, codes[1].scales))))
 
 
 def alone() -> float:
@@ -99,6 +138,12 @@ def cases() -> dict[str, Callable[[], float]]:
             found[key] = lambda m=num_rows, i=size, o=num_out, d=dtype, b=bias: steady(m, i, o, d, b)
     for num_rows in (9, 129):
         found[f"gated steady {num_rows}"] = lambda m=num_rows: steady_gated(m)
+    for name in ("bf16", "fp16"):
+        for num_rows in (1, 5, 16, 17, 33):
+            for bias in (False, True):
+                key, case = f"splits {name} {num_rows} bias {bias}", (num_rows, DTYPES[name], bias)
+                found[key] = lambda c=case: splits(*c)
+                found[f"equal {key}"] = lambda c=case: equal_norms(*c)
     for tuning in TUNINGS:
         num_rows = 4 if tuning == "tiles" else 1
         found[tuning] = lambda m=num_rows, t=tuning: product(m, 1416, 35, torch.bfloat16, True, t)

@@ -11,16 +11,18 @@ from .interpreted import run_cases
 
 pytest.importorskip("triton")
 
+from qkv_engine.kernels.linear import triton as linear_triton
 from qkv_engine.kernels.linear.steady_triton import FLOAT32_TILE, steady_tile
-from qkv_engine.kernels.linear.triton import ANY, MAX_ROWS, TILES, can_stream, is_faster, tile_of
+from qkv_engine.kernels.linear.triton import ANY, MAX_ROWS, TILES, can_split, can_stream, is_faster, split_tile, tile_of
+from qkv_engine.kernels.nvidia import LARGE_SHARED_NBYTES
 from studies.kernels.compiled import compile_kernel, describe, linear_kernels
 
 
 def test_linear_cases() -> None:
     figures = run_cases(Path(__file__).with_name("linear_cases.py"))
-    equal = ("alone", "gated")  # bit for bit
+    equal = ("alone", "gated", "equal")  # bit for bit
     wrong = {n: e for n, e in figures.items() if not (isinstance(e, float) and e <= (not n.startswith(equal)))}
-    assert len(figures) == 46 and not wrong
+    assert len(figures) == 86 and not wrong
 
 
 def test_other_products_are_torchs() -> None:
@@ -66,7 +68,39 @@ def test_products_of_most_rows_that_were_faster_than_torchs(num_out: int, size: 
     ],
 )
 def test_tiles_are_those_that_were_fastest(num_rows: int, num_out: int, tile: tuple[int, ...]) -> None:
-    assert tile_of(num_rows, num_out) == tile
+    assert tile_of(num_rows, num_out) == (*tile, 1)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_out", "size", "tile"),
+    [
+        (16, 2560, 4096, (16, 64, 128, 4, 4, 4)),
+        (9, 2560, 9216, (16, 64, 128, 4, 6, 3)),
+        (16, 4096, 12288, (16, 64, 128, 4, 6, 2)),
+        (32, 2560, 4096, (32, 64, 128, 4, 4, 4)),
+        (17, 2560, 9216, (32, 64, 128, 4, 5, 3)),
+        (32, 4096, 4096, (32, 64, 128, 4, 4, 2)),
+        (32, 4096, 12288, (32, 64, 128, 4, 5, 2)),
+        (33, 2560, 4096, (64, 64, 128, 4, 3, 4)),
+        (64, 2560, 9216, (64, 64, 128, 4, 5, 3)),
+        (64, 4096, 4096, (64, 64, 128, 4, 3, 2)),
+        (64, 4096, 12288, (64, 64, 128, 4, 5, 2)),
+    ],
+)
+def test_splits_are_those_that_were_fastest(num_rows: int, num_out: int, size: int, tile: tuple[int, ...]) -> None:
+    assert split_tile(num_rows, num_out, size) == tile
+
+
+def test_other_products_are_left_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of few or many rows, of parts of tiles or steps, of many rows of the weight, where gradients pass, on a CPU."""
+    assert all(split_tile(number, 2560, 4096) is None for number in (0, 1, 8, MAX_ROWS + 1))
+    assert all(split_tile(16, *shape) is None for shape in ((4160, 4096), (2592, 4096), (2560, 4160), (2560, 128)))
+    x, weight = torch.zeros(16, 4096, dtype=torch.bfloat16), torch.zeros(2560, 4096, dtype=torch.bfloat16)
+    assert not can_split(x, weight)
+    monkeypatch.setattr(linear_triton, "has_large_shared", lambda device: True)
+    assert can_split(x, weight) and can_split(x.half(), weight.half())
+    others = x.float(), x.clone().requires_grad_(), x.T.contiguous().T
+    assert not any(can_split(other, weight) for other in others) and not can_split(x, weight.requires_grad_())
 
 
 def test_tiles_sum_in_whole_matrix_instructions() -> None:
@@ -84,7 +118,7 @@ def test_weights_stream(case) -> None:
     name, kernel, constexprs, tuning = case
     built = compile_kernel(kernel, constexprs, tuning)
     found = describe(built)
-    assert found["spilled"] <= 16 and found["registers"] <= 160
+    assert found["spilled"] <= 16 and found["registers"] <= 160 and found["shared"] <= LARGE_SHARED_NBYTES
     ptx = built.asm["ptx"]
     before, after = ptx.split("griddepcontrol.wait")
     if "tile" in name:
@@ -97,7 +131,9 @@ def test_weights_stream(case) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 120])
-@pytest.mark.parametrize("case", [case for case in linear_kernels() if "tile" in case[0]], ids=lambda case: case[0])
+@pytest.mark.parametrize(
+    "case", [case for case in linear_kernels(large=False) if "tile" in case[0]], ids=lambda case: case[0]
+)
 def test_tiles_fit_in_smaller_cards(case, capability: int) -> None:
     _, kernel, constexprs, tuning = case
     found = describe(compile_kernel(kernel, constexprs | {"OVERLAP": capability >= 90}, tuning, capability))
