@@ -179,12 +179,17 @@ def linear_tile_kernel(
 
 def can_stream(x: Tensor, weight: Tensor) -> bool:
     """Whether ``linear_few_rows`` takes the operands and is fast: few rows of whole vectors, no gradient to come."""
-    return _takes(x, weight) and is_faster(len(x), *weight.shape)
+    needs_grad = x.requires_grad or weight.requires_grad
+    return _has_vectors(x) and not needs_grad and is_faster(len(x), *weight.shape)
 
 
 def can_split(x: Tensor, weight: Tensor) -> bool:
-    """Whether ``linear_splits`` takes the operands, and is faster where the reader of the product adds splits up."""
-    return has_large_shared(x.device) and _takes(x, weight) and split_tile(len(x), *weight.shape) is not None
+    """Whether ``linear_splits`` takes the operands, and is faster where the reader of the product adds splits up.
+
+    Never while gradients are recorded: what keeps or adds up a layer's input then asks for one tensor.
+    """
+    is_taken = has_large_shared(x.device) and _has_vectors(x) and not torch.is_grad_enabled()
+    return is_taken and split_tile(len(x), *weight.shape) is not None
 
 
 def is_faster(num_rows: int, num_out: int, size: int) -> bool:
@@ -192,10 +197,6 @@ def is_faster(num_rows: int, num_out: int, size: int) -> bool:
     if num_rows <= SOME_ROWS:
         return num_rows > 0 and (num_rows <= FEW_ROWS or num_out > NARROW or size <= MANY_COLUMNS)
     return num_rows <= MAX_ROWS and num_out < WIDE and size <= MANY_COLUMNS
-
-
-def _takes(x: Tensor, weight: Tensor) -> bool:
-    return _has_vectors(x) and not (x.requires_grad or weight.requires_grad)
 
 
 def _has_vectors(x: Tensor) -> bool:

@@ -68,9 +68,14 @@ def has_splits(tuning: Any) -> bool:
 
 def split_tiles(num_rows: int) -> Iterator[TileTuning]:
     """Tiles in splits to try, for the products that norms read; for others they fail."""
-    block_m = next(most for most in SPLIT_TILES if num_rows <= most)
-    for splits in (2, 3, 4):
-        yield from (TileTuning(block_m, 64, 128, 4, stages, splits) for stages in (3, 4, 5, 6))
+    for block_m in [most for most in SPLIT_TILES if num_rows <= most][:1]:
+        for splits in (2, 3, 4):
+            yield from (TileTuning(block_m, 64, 128, 4, stages, splits) for stages in (3, 4, 5, 6))
+
+
+def is_tried(name: str, size: int, tuning: Any) -> bool:
+    """Whether a product over ``size`` columns may be launched so: a norm adds its splits, whose steps are whole."""
+    return not has_splits(tuning) or (is_summed(name) and size % (tuning.splits * tuning.block_k) == 0)
 
 
 def plain_product(name: str, weight: Tensor, tuning: Any) -> LayerProduct:
@@ -94,7 +99,7 @@ def compile_all(kind: str, shapes: Mapping[str, tuple[int, int]], num_rows: int,
         (shape, is_gated(name), tuning)
         for name, shape in shapes.items()
         for tuning in (None, *options)
-        if is_summed(name) or not has_splits(tuning)
+        if is_tried(name, shape[1], tuning)
     ]
     if kind == "bf16":
         bench_linear.compile_all(bench_linear.Wanted(num_rows, *shape, *others) for shape, *others in wanted)
@@ -112,8 +117,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
     is_plain, shapes = args.kind == "bf16", {name: WEIGHTS[name] for name in LAYERS[args.layer]}
-    plain = [*bench_linear.tunings(args.rows), *split_tiles(args.rows)]
-    options = plain if is_plain else candidates(args.kind, args.rows)
+    plain = *bench_linear.tunings(args.rows), *split_tiles(args.rows)
+    options: Sequence[Any] = plain if is_plain else candidates(args.kind, args.rows)
     compile_all(args.kind, shapes, args.rows, options)
     torch.set_default_device("cuda")
     make = random_rows if is_plain else partial(timed_weight, args.kind)

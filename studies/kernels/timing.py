@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 
+@torch.inference_mode()  # as the engine runs
 def time_calls(calls: Sequence[Callable[[], Any]]) -> float:
     """Median seconds of one call, all ``calls`` being captured one after the other in a graph."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -210,12 +210,14 @@ def float8_products(seed: int) -> Figure:
 
 
 def products(seed: int) -> Figure:
-    """Few rows; SwiGLU in the product is to have the bits of SwiGLU behind it."""
+    """Few rows; SwiGLU in the product, and splits added by a norm, are to have the bits of kernels of their own."""
     rng = random.Random(seed)
     num_rows, size, num_out = rng.randint(1, MAX_ROWS), 8 * rng.randint(1, 2048), rng.randint(1, 5000)
     with torch.device(DEVICE):
-        error = linear_cases.product(num_rows, size, num_out, rng.choice((BF16, FP16)), rng.random() < 0.5)
-        return error + 100 * linear_cases.gated(num_rows, num_out), 1.5
+        dtype, bias = rng.choice((BF16, FP16)), rng.random() < 0.5
+        error = linear_cases.product(num_rows, size, num_out, dtype, bias)
+        error += 100 * linear_cases.gated(num_rows, num_out) + 100 * linear_cases.equal_norms(num_rows, dtype, bias)
+        return max(error, linear_cases.splits(num_rows, dtype, bias)), 1.5
 
 
 def experts(seed: int) -> Figure:
