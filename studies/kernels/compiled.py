@@ -86,6 +86,7 @@ UNFUSED_KERNELS = [seal_kernel, *(kernel for kernel, *_ in sample_variants(TILE)
 
 def compile_kernel(kernel: Any, constexprs: dict[str, Any], tuning: Tuning, capability: int = 90) -> Any:
     """Compiles for sm_90 or another device as the engine does; pointers, strides, offsets and V are multiples of 16."""
+    constexprs = {each.name: each.default for each in kernel.params if each.has_default} | constexprs
     names = [n for n in kernel.arg_names if n not in constexprs]
     types = {n: POINTERS.get(n, "*i32" if n.endswith("_ptr") else "i32") for n in names}
     if "rows" in types:
