@@ -273,7 +273,7 @@ class RMSNorm(Norm):
         if self._scaled_weight is not None:
             summed = x if residual is None else residual.add_(x)
             return scaled_rms_norm(summed, self._scaled_weight, self.eps), summed
-        if reader is not None and reads_rows(x, reader) and not x.requires_grad:
+        if reads_rows(x, reader) and not x.requires_grad:
             return rms_norm_rows(x, residual, self.weight, self.eps), x if residual is None else residual
         if residual is not None and x.requires_grad:
             x, residual = add(residual, x), None
@@ -282,7 +282,7 @@ class RMSNorm(Norm):
         return add_rms_norm(x, residual, self.weight, self.eps), residual
 
     def _add_sums(self, x: SplitSums, residual: Tensor, reader: Weight | None) -> tuple[Any, Tensor]:
-        norm = rms_norm_rows if reader is not None and reads_rows(residual, reader) else add_rms_norm
+        norm = rms_norm_rows if reads_rows(residual, reader) else add_rms_norm
         return norm(x, residual, self.weight, self.eps), residual
 
     def pack(self, pack_weight: Callable[[Weight], Weight] = pack_weight) -> None:
