@@ -340,7 +340,8 @@ class Embedding(Layer):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids [N] int64 -> [N, E]."""
-        rows = F.embedding(input_ids, self.weight)
+        # torch's lookup on a GPU takes up to 16 ids one after another: 13 us for those of 16 requests, this 2.
+        rows = self.weight[input_ids] if self.weight.is_cuda else F.embedding(input_ids, self.weight)
         return rows if self.multiplier == 1.0 else rows.mul_(_rounded(self.multiplier, rows.dtype))
 
     def checkpoint_rows(self) -> Iterator[CheckpointRows]:
