@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qkv_engine.table_words import RUNG_BITS
 
-from .reference import place_reference, update_reference
+from .reference import entry_words_reference, place_reference, update_reference
 from .words import (
     HEADER,
     ITEM_BLOCKS,
@@ -45,6 +45,15 @@ def place(tables: BlockWords, step_input: Tensor, num_tokens: int, last_tokens: 
     return place_reference(tables, step_input, num_tokens, last_tokens, row_nbytes)
 
 
+def entry_words(tables: BlockWords, rows: Tensor, first: int, number: int) -> Tensor:
+    """The words [number, B] of the blocks in entries ``first`` to ``first + number - 1`` of each of ``rows`` [B]."""
+    if rows.is_cuda:
+        from .triton import entry_words_triton
+
+        return entry_words_triton(tables, rows, first, number)
+    return entry_words_reference(tables, rows, first, number)
+
+
 __all__ = [
     "HEADER",
     "ITEM_BLOCKS",
@@ -52,6 +61,7 @@ __all__ = [
     "RUNG_BITS",
     "BlockWords",
     "Placed",
+    "entry_words",
     "input_nwords",
     "pack_input",
     "pack_tokens",

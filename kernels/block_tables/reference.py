@@ -37,3 +37,9 @@ def place_reference(
         (positions + 1).int(),
         torch.stack((row, torch.where(in_sink, sink, tables.block_tokens)), 1),
     )
+
+
+def entry_words_reference(tables: BlockWords, rows: Tensor, first: int, number: int) -> Tensor:
+    """Same contract as ``qkv_engine.kernels.block_tables.entry_words``."""
+    entries = tables.num_numbers + torch.arange(first, first + number, device=rows.device)[:, None]
+    return tables.words[tables.words[entries + rows * tables.width]]

@@ -1,8 +1,8 @@
-"""Block tables on the device in two launches of fixed shape, as a captured graph needs them.
+"""Block tables on the device in launches of fixed shape, as a captured graph needs them.
 
 Shapes:  step_input [HEADER + 3 N + 2 U] int64 as ``pack_input`` makes it;  words as in ``BlockWords``;
          last_tokens [rows] int64;  outputs as in ``Placed``
-Grid:    update: (MAX_UPDATES / BLOCK,);  place: (ceil(N / BLOCK),)
+Grid:    update: (MAX_UPDATES / BLOCK,);  place: (ceil(N / BLOCK),);  entry_words: (ceil(number * B / BLOCK),)
 """
 
 from __future__ import annotations
@@ -73,6 +73,17 @@ def place_kernel(
     tl.store(token_rows_ptr + 2 * o_t + 1, page_tokens, mask=b_t)
 
 
+@triton.jit(do_not_specialize=["num_rows", "size", "num_numbers", "width", "first"])
+def entry_words_kernel(
+    words_ptr, rows_ptr, out_ptr, num_rows, size, num_numbers, width, first, BLOCK: tl.constexpr
+):  # fmt: skip
+    o_word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    b_word = o_word < size
+    row = tl.load(rows_ptr + o_word % num_rows, mask=b_word, other=0)
+    number = tl.load(words_ptr + num_numbers + row * width + first + o_word // num_rows, mask=b_word, other=0)
+    tl.store(out_ptr + o_word, tl.load(words_ptr + number, mask=b_word, other=0), mask=b_word)
+
+
 def update_triton(tables: BlockWords, step_input: Tensor, num_tokens: int) -> None:
     """Same contract as ``qkv_engine.kernels.block_tables.update``."""
     first = HEADER + 3 * num_tokens
@@ -111,3 +122,12 @@ def place_triton(
     )
     rows = step_input[HEADER + 2 * num_tokens : HEADER + 3 * num_tokens]
     return Placed(ids, positions, rows, lengths, token_rows)
+
+
+def entry_words_triton(tables: BlockWords, rows: Tensor, first: int, number: int) -> Tensor:
+    """Same contract as ``qkv_engine.kernels.block_tables.entry_words``; ``rows`` contiguous."""
+    out = torch.empty(number, len(rows), dtype=torch.int64, device=rows.device)
+    sizes = len(rows), out.numel(), tables.num_numbers, tables.width, first
+    grid = (triton.cdiv(out.numel(), BLOCK),)
+    entry_words_kernel[grid](tables.words, rows, out, *sizes, BLOCK=BLOCK, num_warps=4, **FUSED)
+    return out

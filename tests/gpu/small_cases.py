@@ -170,6 +170,7 @@ def sampling() -> None:
 def block_tables() -> None:
     with torch.device("cuda"):
         assert not block_tables_cases.updates(30) + block_tables_cases.places(32, 200)
+        assert not block_tables_cases.entry_words(33, 2, 5)
         assert not block_tables_cases.plan(16, 5, 3, 2)
 
 

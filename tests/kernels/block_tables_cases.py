@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 
 from qkv_engine.kernels.block_tables import RUNG_BITS, BlockWords, input_nwords, pack_input, pack_tokens
-from qkv_engine.kernels.block_tables.reference import place_reference, update_reference
-from qkv_engine.kernels.block_tables.triton import place_triton, update_triton
+from qkv_engine.kernels.block_tables.reference import entry_words_reference, place_reference, update_reference
+from qkv_engine.kernels.block_tables.triton import entry_words_triton, place_triton, update_triton
 from qkv_engine.kernels.paged_decode.plan import ABSENT, DecodeWork, block_positions
 from qkv_engine.kernels.paged_decode.plan_triton import plan_decode
 from qkv_engine.kernels.paged_decode.split import Bounds
@@ -65,6 +65,14 @@ def places(sink: int, num_tokens: int, advance: int = 0) -> float:
         wrong += (getattr(found, name) != getattr(want, name)).sum()
     wrong += (found.token_rows[:, 0] != want.token_rows[:, 0]).sum()
     return float(wrong + (found.token_rows != want.token_rows)[known].sum())
+
+
+def entry_words(num_rows: int, first: int, number: int) -> float:
+    tables = make_tables(0, 7, 9, 3)
+    rows = torch.randint(7, (num_rows,))
+    found, want = (give(tables, rows, first, number) for give in (entry_words_triton, entry_words_reference))
+    columns = tables.words[63:].view(7, 9)[rows, first : first + number]
+    return float((found != want).sum() + (tables.words[columns] != want.T).sum())
 
 
 def plan(sink: int, batch: int, num_rungs: int, split: int, has_bank: bool = False, window: int | None = None) -> float:
@@ -122,6 +130,8 @@ if __name__ == "__main__":
             "tokens with a sink": lambda: places(32, 200),
             "tokens in a sink of one": lambda: places(1, 60),
             "tokens further on": lambda: places(32, 200, 37),
+            "words of an entry": lambda: entry_words(1, 8, 1),
+            "words of entries of several programs": lambda: entry_words(33, 2, 5),
             "plan of one rung": lambda: plan(0, 5, 1, 4),
             "plan of three rungs": lambda: plan(0, 6, 3, 2),
             "plan of twelve rungs": lambda: plan(32, 11, 12, 2),

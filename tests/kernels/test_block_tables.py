@@ -9,5 +9,5 @@ from .interpreted import run_cases
 
 def test_equal_to_the_references():
     figures = run_cases(Path(__file__).with_name("block_tables_cases.py"))
-    assert len(figures) == 17
+    assert len(figures) == 19
     assert {name: figure for name, figure in figures.items() if figure != 0.0} == {}

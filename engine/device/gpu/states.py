@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from qkv_engine.kernels.block_tables import BlockWords, Placed
+from qkv_engine.kernels.block_tables import BlockWords, Placed, entry_words
 from qkv_engine.kernels.delta_net import DeltaWeights, StateSpec
 from qkv_engine.kernels.delta_net.plan import ChunkWork, StepWork
 from qkv_engine.kernels.delta_net.triton import delta_net_chunk_triton, delta_net_step_triton
@@ -21,15 +20,12 @@ class GpuStatePlanner:
     def __init__(self, memory: Tensor, tables: GroupWords, words: BlockWords, specs: Sequence[StateSpec]):
         """``words``: those of ``tables`` on the device;  ``specs``: of each layer's states."""
         self.memory, self.specs, self._tables, self._words = memory, specs, tables, words
-        section = tables.section
-        first = section.num_numbers + section.first_state
-        self._entries = torch.arange(first, first + section.num_states, device=memory.device)[:, None]
 
     def plan_steps(self, placed: Placed, number: int) -> StepWork:
         """The plan of the first ``number`` tokens, each of a request of its own."""
-        words = self._words.words
-        numbers = words[self._entries + placed.rows[:number] * self._words.width]
-        return StepWork(words[numbers], placed.lengths[:number])
+        section, rows = self._tables.section, placed.rows[:number]
+        words = entry_words(self._words, rows, section.first_state, section.num_states)
+        return StepWork(words, placed.lengths[:number])
 
     def plan_chunks(self, rows: list[int], starts: list[int], counts: list[int]) -> ChunkWork:
         """The plan, on the host, of chunks of ``counts`` tokens from ``starts`` of the requests in ``rows``."""
