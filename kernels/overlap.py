@@ -68,6 +68,19 @@ def wait_in_chain(IS_FIRST: tl.constexpr, OVERLAP: tl.constexpr):
 
 
 @triton.jit
+def wait_in_loop(pointer, IS_FIRST: tl.constexpr, OVERLAP: tl.constexpr):
+    """``pointer`` after ``wait_in_chain``, within a loop: what it fetches ahead begins before the wait.
+
+    That is assembly, since compilers fetch nothing ahead over the operations.
+    """
+    if IS_FIRST and OVERLAP:
+        WAIT: tl.constexpr = "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.u32 $0, 0;"
+        zero = tl.inline_asm_elementwise(WAIT, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+        pointer += 16 * zero  # its alignment stays known
+    return pointer
+
+
+@triton.jit
 def after_previous(pointer, OVERLAP: tl.constexpr):
     """``pointer`` after ``wait_for_previous``, for loads by inline assembly that could otherwise move before the wait.
 

@@ -61,7 +61,8 @@ def decode_float_kernel(
     begin_in_chain(IS_FIRST, OVERLAP)
     i_w, i_h = tl.load(item_first_ptr + first_rung) + tl.program_id(0) // H, tl.program_id(0) % H
     if i_w >= tl.load(item_first_ptr + end_rung):
-        wait_for_previous(OVERLAP)
+        if tl.program_id(0) == 0:  # one that waits suffices: all others make room
+            wait_for_previous(OVERLAP)
         return
     p_item = items_ptr + i_w * 5
     i_b = tl.load(p_item).to(tl.int64)

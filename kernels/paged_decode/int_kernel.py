@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ..formats.uniform.integer_codes import tile_lanes
-from ..overlap import begin_in_chain, wait_for_previous, wait_in_chain
+from ..overlap import begin_in_chain, wait_for_previous, wait_in_chain, wait_in_loop
 from ..soft_cap import soft_cap
 
 
@@ -57,16 +57,19 @@ def decode_int_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     OVERLAP: tl.constexpr,
+    EARLY: tl.constexpr = False,
     IS_FIRST: tl.constexpr = False,
 ):
     """One item of one KV head. ``QUERY`` and ``SCORES`` are K's, ``BEGIN``, ``ADD`` and ``FINISH`` V's functions.
 
     ``WINDOW`` hides the first tokens of the item's first block alone: the plan leaves out the blocks before it.
+    ``EARLY``: the first pages are asked for before the wait, since only the query is written right before.
     """
     begin_in_chain(IS_FIRST, OVERLAP)
     i_w, i_h = tl.load(item_first_ptr + first_rung) + tl.program_id(0) // H, tl.program_id(0) % H
     if i_w >= tl.load(item_first_ptr + last_rung):
-        wait_for_previous(OVERLAP)
+        if tl.program_id(0) == 0:  # one that waits suffices: all others make room
+            wait_for_previous(OVERLAP)
         return
     p_item = items_ptr + i_w * 5
     num_blocks = tl.load(p_item + 2)
@@ -87,8 +90,11 @@ def decode_int_kernel(
     if banks_ptr is not None:
         p_bank = arena_ptr + tl.multiple_of(tl.load(banks_ptr + i_b), 16)
         p_k_bank, p_v_bank = p_bank + k_bank, p_bank + v_bank
-    wait_in_chain(IS_FIRST, OVERLAP)
-    query = QUERY(p_q, p_k_bank, i_h, b_heads, scale_log2, K, D, BLOCK_G)
+    if EARLY:  # zeros, which stand for the query until the first page is there
+        query = QUERY(p_q, p_k_bank, i_h, o_g < 0, scale_log2, K, D, BLOCK_G)
+    else:
+        wait_in_chain(IS_FIRST, OVERLAP)
+        query = QUERY(p_q, p_k_bank, i_h, b_heads, scale_log2, K, D, BLOCK_G)
     sums = BEGIN(V, TILES, T, D, BLOCK_G)
     b_m = tl.full([BLOCK_G], -1e30, tl.float32)
     b_l = tl.zeros([T // TILES, BLOCK_G], tl.float32)
@@ -96,6 +102,10 @@ def decode_int_kernel(
         num_hidden = tl.load(lengths_ptr + i_b) - WINDOW - tl.load(positions_ptr + first)
         o_token = tl.arange(0, TILES)[None, None, :] * (T // TILES) + tile_lanes(T // TILES)[:, None, None]
     for i in tl.range(first, first + num_blocks, num_stages=STAGES):
+        if EARLY:  # noqa: SIM102 - known when it is compiled, the other is not
+            if i == first:
+                p_now = wait_in_loop(p_q, IS_FIRST, OVERLAP)
+                query = QUERY(p_now, p_k_bank, i_h, b_heads, scale_log2, K, D, BLOCK_G)
         p_slot = arena_ptr + tl.multiple_of(tl.load(addresses_ptr + i), 16)
         b_s = SCORES(query, p_slot + k_codes, p_slot + k_meta, i_h, K, TILES, T, D, BLOCK_G)
         b_s = soft_cap(b_s, SOFTCAP)

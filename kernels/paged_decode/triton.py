@@ -16,6 +16,7 @@ from ..formats import PageLayout
 from ..formats.family import KeyFunctions, ValueFunctions
 from ..formats.loaders import page_loaders
 from ..fusion import FUSED
+from ..nvidia import has_large_shared
 from ..overlap import overlap_options
 from .float_kernel import decode_float_kernel
 from .int_kernel import decode_int_kernel
@@ -42,7 +43,10 @@ class Tuning:
 FLOAT_TUNING = Tuning(num_warps=2, num_stages=5)
 WIDE_TUNING = Tuning(num_warps=8, num_stages=3, tile=16)  # of more than 256 channels: nothing spills
 
-SHORT_STAGES = 2  # for short items: more programs on a multiprocessor gain more than deeper prefetch
+SHORT_STAGES = 2  # for many short items: more programs on a multiprocessor gain more than deeper prefetch
+FEW_ITEMS = 64  # of those, which find room with deeper prefetch: it saves 16 requests 1 us a layer
+DEEP_TUNING = 2, 5  # warps and stages for two pages of codes under way
+DEEP_NBYTES = 20 << 10  # of a head's codes in a page, K and V together: two pages leave room for six programs
 
 STEADY_MERGE = 8, 1, 1  # as ``_merge_tile`` gives, for any number of parts
 
@@ -80,7 +84,8 @@ def paged_decode(
             num_heads // num_kv_heads,
             sink_tokens=work.sink_tokens,
             tuning=tuning if formats is layer.ranges[-1] else None,
-            is_short=work.bounds.is_short and formats.end == 1,
+            is_short=_has_many_short(work.bounds) and formats.end == 1,
+            is_deep=work.bounds.is_deep and has_large_shared(q.device),
             window=work.window,
             softcap=softcap,
         )
@@ -135,7 +140,7 @@ def kernel_names(bounds: Bounds, batch: int) -> list[Hashable]:
     """
     order = (bounds.others > 0) + (bounds.others > bounds.first)  # the first is another kernel than the rest
     merge = STEADY_MERGE if bounds.is_steady else _merge_tile(bounds.num_items, batch)
-    return [("attention", bounds.is_short, order), ("merge", *merge)]
+    return [("attention", _has_many_short(bounds), bounds.is_deep, order), ("merge", *merge)]
 
 
 def bank_arguments(page: PageLayout, banks: Tensor | None) -> dict[str, Any]:
@@ -146,10 +151,17 @@ def bank_arguments(page: PageLayout, banks: Tensor | None) -> dict[str, Any]:
     return {"banks_ptr": banks, "k_bank": page.k_bank, "v_bank": page.v_bank}
 
 
+def _has_many_short(bounds: Bounds) -> bool:
+    """Whether so many items of the first rung are short that they need room more than prefetch."""
+    return bounds.is_short and bounds.first > FEW_ITEMS
+
+
 def _merge_tile(num_parts: int, batch: int) -> tuple[int, int, int]:
-    """Parts joined at a time by the merge, about as many as a request has, its heads of a program, and its warps."""
-    block_p = min(32, max(4, triton.next_power_of_2(-(-num_parts // batch))))
-    return (block_p, 1, block_p // 8) if block_p > 4 else (block_p, 4, 1)  # few parts: programs of one are too many
+    """Parts joined at a time by the merge, its heads of a program, and its warps, by the parts that a request has."""
+    parts = -(-num_parts // batch)
+    if parts <= 4:
+        return 4, 4, 1  # programs of one head are too many
+    return STEADY_MERGE if parts <= 16 else (32, 1, 4)  # twice eight by one warp beat 16 by two, of 128 channels
 
 
 def launches(ranges: Sequence[FormatRange], bounds: Bounds, num_kv_heads: int) -> list[tuple[FormatRange, int]]:
@@ -170,12 +182,13 @@ def decode_variant(
     sink_tokens: int,
     tuning: Tuning | None = None,
     is_short: bool = False,
+    is_deep: bool = False,
     window: int | None = None,
     softcap: float | None = None,
 ) -> tuple[Any, dict[str, Any], Tuning]:
     """Kernel, compile-time arguments and launch parameters for pages of one format.
 
-    ``group``: query heads a KV head.
+    ``group``: query heads a KV head;  ``is_deep``: codes have room for more pages under way.
     """
     num_tokens, head_dim = page.k.shape.num_tokens, page.k.shape.head_dim
     shape = {"H": page.k.shape.num_kv_heads, "G": group, "D": head_dim, "T": num_tokens}
@@ -183,10 +196,14 @@ def decode_variant(
     k, v = (side.family.triton().integer(side) for side in (page.k, page.v))
     if isinstance(k, KeyFunctions) and isinstance(v, ValueFunctions):
         block_g = max(4, triton.next_power_of_2(group))  # two int8 columns a head fill the 8 of an mma
+        is_early = is_deep and tuning is None and _fits_twice(page)
         tuning = tuning or integer_tuning(page, block_g, max(k.min_tiles, v.min_tiles))
+        if is_early:
+            tuning = replace(tuning, num_warps=DEEP_TUNING[0], num_stages=DEEP_TUNING[1])
         functions = {"QUERY": k.query, "SCORES": k.scores, "BEGIN": v.begin, "ADD": v.add, "FINISH": v.finish}
         sides = {"K": page.k.spec, "V": page.v.spec, "TILES": num_tokens // tuning.tile}
         constexprs = {**shape, **scores, **functions, **sides, "BLOCK_G": block_g, "STAGES": tuning.num_stages}
+        constexprs |= {"EARLY": is_early}
         return decode_int_kernel, constexprs if window is not None else {**constexprs, **NO_WINDOW}, tuning
     block_d = max(16, triton.next_power_of_2(head_dim))
     if tuning is None:
@@ -210,6 +227,13 @@ def decode_variant(
         },
         tuning,
     )
+
+
+def _fits_twice(page: PageLayout) -> bool:
+    """Whether a program of the integer body may have two pages under way in place of one; narrower ones have two."""
+    shape = page.k.shape
+    sizes = [side.codes_nbytes // shape.num_kv_heads for side in (page.k, page.v)]
+    return 8 * max(sizes) > 3 * shape.num_tokens * shape.head_dim and sum(sizes) <= DEEP_NBYTES and not page.has_bank
 
 
 def integer_tuning(page: PageLayout, block_g: int, min_tiles: int) -> Tuning:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -46,6 +47,7 @@ from ..kernels import (
 from ..kernels.format_pages import HEAD_DIMS, lay_apart, make_blocks
 from ..kernels.graded_cases import graded_sides, layouts
 from ..kernels.graded_cases import steps as graded_steps
+from .overlapped_cases import decode_overlapped
 
 DEVICE = "cuda"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -69,7 +71,9 @@ def decode(seed: int) -> Figure:
     )
     before, (out, whole) = case.arena.clone(), _fenced(case.q)
     q, _ = _fenced(case.q, case.q)
-    found = triton_decode_cases.attend(case, triton_decode_cases.plan(case, rng.choice((1, 2, 3, 16))), q, out)
+    work = triton_decode_cases.plan(case, rng.choice((1, 2, 3, 16)))
+    work = replace(work, bounds=work.bounds._replace(is_deep=rng.random() < 0.5))
+    found = triton_decode_cases.attend(case, work, q, out)
     assert torch.equal(case.arena, before) and _is_untouched(whole, out)
     return _error(found, reference(case, head_dim**-0.5)), _bound(dtype, pages)
 
@@ -284,12 +288,14 @@ def block_tables(seed: int) -> Figure:
     with torch.device(DEVICE):
         wrong = block_tables_cases.updates(rng.randint(0, 30))
         wrong += block_tables_cases.places(rng.choice((0, 1, 16, 32, 128)), rng.randint(1, 2000))
+        wrong += block_tables_cases.entry_words(rng.randint(1, 400), 3, rng.randint(1, 6))
         batch, num_rungs, split = rng.choice((1, rng.randint(2, 40), 300)), rng.randint(1, 5), rng.choice((1, 2, 4, 16))
         return wrong + block_tables_cases.plan(rng.choice((0, 16, 32, 128)), batch, num_rungs, split), 0.0
 
 
 CASES: dict[Callable[[int], Figure], int] = {  # and how many seeds are run
     decode: 40,
+    decode_overlapped: 30,
     decode_far: 1,
     prefill: 30,
     windows: 40,

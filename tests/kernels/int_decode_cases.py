@@ -138,7 +138,9 @@ def constexprs(k: UniformSide, v: UniformSide, group: int, tiles: int | None = N
     }
 
 
-def attend(pages: Pages, first_rung: int, last_rung: int, tiles: int | None = None) -> tuple[Tensor, Tensor]:
+def attend(
+    pages: Pages, first_rung: int, last_rung: int, tiles: int | None = None, early: bool = False
+) -> tuple[Tensor, Tensor]:
     """Partial outputs and log-sum-exps of the items of a range of rungs; NaN where nothing is written."""
     _, num_heads, head_dim = pages.q.shape
     heads = pages.k.shape.num_kv_heads
@@ -162,6 +164,7 @@ def attend(pages: Pages, first_rung: int, last_rung: int, tiles: int | None = No
         **constexprs(pages.k, pages.v, num_heads // heads, tiles),
         STAGES=1,
         OVERLAP=False,
+        EARLY=early,
         **FUSED,
     )
     return o, lse
@@ -218,6 +221,17 @@ def one_page(
     return run
 
 
+def early(k_bits: int, v_bits: int, k_axis: Axis) -> Callable[[], float]:
+    """Numbers that are others where the first pages are asked for before the wait."""
+
+    def run() -> float:
+        pages = make_pages(*sides(k_bits, v_bits, 64, k_axis, 128, 64), 2, [[1, 3], [2, 0], [0, 2]], split=3)
+        both = (attend(pages, 0, 3, early=is_early) for is_early in (False, True))
+        return float(sum((a.nan_to_num(7.0) != b.nan_to_num(7.0)).sum() for a, b in zip(*both, strict=True)))
+
+    return run
+
+
 def several_rungs(first_rung: int, last_rung: int) -> Callable[[], float]:
     """Error for two requests on three rungs, of which the launch serves some; one request has no blocks on one."""
 
@@ -264,6 +278,7 @@ def cases() -> dict[str, Callable[[], float]]:
     found["rungs, all"] = several_rungs(0, 3)
     found["rungs, some"] = several_rungs(1, 2)
     found["rungs, none"] = several_rungs(2, 2)
+    found["early"], found["early per token"] = early(4, 4, "channel"), early(4, 2, "token")
     found["range 0"] = constant_page
     return found
 

@@ -10,7 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from qkv_engine.kernels.paged_decode.split import SHORT_ITEM, Bounds, choose_split, most_items, window_blocks
+from qkv_engine.kernels.paged_decode.split import (
+    DEEP_ITEMS,
+    SHORT_ITEM,
+    Bounds,
+    choose_split,
+    most_items,
+    window_blocks,
+)
 
 LEAST_ITEMS = 64  # of a launch; so many programs leave multiprocessors free, and idle ones take no time
 SHORT, LONG, MOST = 2, 4, 8  # items a request: least bounds for short ones and others, and the most of large batches
@@ -72,7 +79,7 @@ class LaunchShapes:
             bounds = _short(others, batch)
         else:
             bounds = _long(max(first, others), batch, has_others=bool(others or (beside_chunks and narrow)))
-        return size, bounds._replace(is_steady=True)
+        return size, _steady(bounds)
 
     def split_window(self, window: int, block_tokens: int, num_rungs: int, batch: int) -> tuple[int, Bounds]:
         """``split`` for the plan of a ``window``: the same for all lengths of requests, whatever has stepped down."""
@@ -93,14 +100,21 @@ class LaunchShapes:
         most_long = max(least, *(bounds.first for bounds in found if not bounds.is_short), 0)
         short = {_short(number, batch) for number in range(0, most_short + 1, batch)}
         long = {_long(n, batch, others) for n in range(0, most_long + 1, batch) for others in {False, has_others}}
-        is_steady = self.item_blocks is not None
-        return sorted(bounds._replace(is_steady=is_steady) for bounds in short | long)
+        if self.item_blocks is not None:
+            return sorted({_steady(bounds) for bounds in short | long})
+        return sorted(short | long)
 
 
 def _short(others: int, batch: int) -> Bounds:
     """The launch shape for ``others`` items on other rungs than the first, where items are short."""
     first = max(LEAST_ITEMS, SHORT * batch)
-    return Bounds(first, _rounded_up(max(first, others), batch, batch > FEW_REQUESTS) if others else 0, True)
+    most = _rounded_up(max(first, others), batch, batch > FEW_REQUESTS) if others else 0
+    return Bounds(first, most, is_short=True, is_deep=0 < others <= DEEP_ITEMS and batch <= FEW_REQUESTS)
+
+
+def _steady(bounds: Bounds) -> Bounds:
+    """The launch shape whose kernels do the same arithmetic, however many items there are."""
+    return bounds._replace(is_steady=True, is_deep=False)
 
 
 def _long(items: int, batch: int, has_others: bool) -> Bounds:
