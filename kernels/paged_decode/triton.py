@@ -46,7 +46,7 @@ WIDE_TUNING = Tuning(num_warps=8, num_stages=3, tile=16)  # of more than 256 cha
 SHORT_STAGES = 2  # for many short items: more programs on a multiprocessor gain more than deeper prefetch
 FEW_ITEMS = 64  # of those, which find room with deeper prefetch: it saves 16 requests 1 us a layer
 DEEP_TUNING = 2, 5  # warps and stages for two pages of codes under way
-DEEP_NBYTES = 20 << 10  # of a head's codes in a page, K and V together: two pages leave room for six programs
+DEEP_NBYTES = 18 << 10  # of a head's codes in a page, K and V together: with two pages six programs find room
 
 STEADY_MERGE = 8, 1, 1  # as ``_merge_tile`` gives, for any number of parts
 
