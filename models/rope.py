@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qkv_engine.kernels.cos_sin import cos_sin
+
 from .fields import Fields
 from .layers import Layer
 
@@ -242,11 +244,7 @@ class RotaryEmbedding(Layer):
         if self._frequencies.device != positions.device:
             self._frequencies = self._frequencies.to(positions.device)
             self._scale = None if self._scale is None else self._scale.to(positions.device)
-        angles = positions.view(-1, 1, 1) * self._frequencies
-        cos, signed_sin = angles.cos(), angles.sin()
-        if self._scale is not None:
-            cos, signed_sin = cos * self._scale, signed_sin * self._scale
-        return Rotation(cos, signed_sin)
+        return Rotation(*cos_sin(positions, self._frequencies, self._scale))
 
 
 class LayerRotations(Layer):

@@ -67,6 +67,8 @@ KERNELS = {
     "place_kernel": "tables and plan",
     "sort_blocks_kernel": "tables and plan",
     "split_items_kernel": "tables and plan",
+    "entry_words_kernel": "tables and plan",
+    "cos_sin_kernel": "q/k norm, rope, KV write",
     "seal_kernel": "seal and demote",
     "demote_kernel": "seal and demote",
     "copy_kernel": "sampling",

@@ -71,7 +71,7 @@ BF16 = ("x", "residual", "weight", "gate_up", "qkv", "pages", "logits", "source"
 POINTERS |= {f"{name}_ptr": "*bf16" for name in (*BF16, "inner", "pairs", "gate", "q_basis", "k_basis", "bias")}
 POINTERS |= {"codes_ptr": "*u8", "scales_ptr": "*bf16", "zeros_ptr": "*u8"}
 POINTERS |= {"cos_ptr": "*fp32", "signed_sin_ptr": "*fp32", "rows_ptr": "*i64"}
-FP32 = ("peaks", "raw_peaks", "tile_peaks", "floors", "penalties", "biases", "edited", "weights")
+FP32 = ("peaks", "raw_peaks", "tile_peaks", "floors", "penalties", "biases", "edited", "weights", "frequencies", "sin")
 POINTERS |= {f"{name}_ptr": "*fp32" for name in FP32}
 POINTERS |= {"memory_ptr": "*u8"} | {
     f"{name}_ptr": "*i64" for name in ("src", "dst", "steps", "finite", "bank_steps", "windows")

@@ -264,6 +264,7 @@ def rope_kv_write(seed: int) -> Figure:
     norm, basis = rng.random() < 0.5, rng.random() < 0.5
     with torch.device(DEVICE):
         error = fused_cases.rope_kv_write(heads, kv_heads, head_dim, dtype, stored, norm, tokens, basis)
+        error = max(error, fused_cases.cos_sin(head_dim, has_scale=norm))
     return error, 1 + max(ROUNDINGS[dtype], ROUNDINGS[stored])  # norm, weight and rotation each round
 
 

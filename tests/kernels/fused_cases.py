@@ -8,6 +8,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from qkv_engine.kernels.cos_sin.reference import cos_sin_reference
+from qkv_engine.kernels.cos_sin.triton import cos_sin_triton
 from qkv_engine.kernels.rms_norm import reference as rms_norm_reference
 from qkv_engine.kernels.rms_norm.triton import rms_norm_triton
 from qkv_engine.kernels.rope_kv_write import KeyBasis, rope_kv_write_reference
@@ -161,6 +163,15 @@ def rope_kv_write(
     return max(worst, error)
 
 
+def cos_sin(size: int, *, has_scale: bool) -> float:
+    """The largest error in roundings of 1, at positions up to a million."""
+    positions = torch.cat((torch.arange(5), torch.randint(1 << 20, (12,)), torch.tensor([(1 << 20) - 1])))
+    frequencies = RotaryEmbedding(RopeConfig(theta=10_000.0), size)._frequencies.to(positions.device)
+    scale = 0.5 + torch.rand(size) if has_scale else None
+    found, want = (give(positions, frequencies, scale) for give in (cos_sin_triton, cos_sin_reference))
+    return max(roundings(a, b, torch.ones_like(b)) for a, b in zip(found, want, strict=True))
+
+
 def pair_norm(x: Tensor) -> Tensor:
     """The length of each rotated pair, which a rotation keeps: its components may cancel."""
     first, second = x.double().chunk(2, dim=-1)
@@ -182,6 +193,9 @@ def random_basis(kv_heads: int, head_dim: int, dtype: torch.dtype) -> KeyBasis:
 def cases() -> dict[str, Callable[[], float]]:
     torch.manual_seed(0)
     found: dict[str, Callable[[], float]] = {"swiglu extremes": swiglu_extremes}
+    for size in (2, 96, 128):
+        for has_scale in (False, True):
+            found[f"cos, sin fp32 {size} {has_scale}"] = lambda s=size, h=has_scale: cos_sin(s, has_scale=h)
     for name, dtype in DTYPES.items():
         for size, num_rows in ((1, 3), (7, 5), (96, 11), (1000, 3), (2050, 2)):
             found[f"rms_norm {name} {num_rows} x {size}"] = lambda s=size, n=num_rows, d=dtype: rms_norm(s, n, d)

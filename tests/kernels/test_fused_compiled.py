@@ -6,6 +6,8 @@ import pytest
 
 pytest.importorskip("triton")
 
+from qkv_engine.kernels.cos_sin.triton import cos_sin_kernel, cos_sin_variant
+from qkv_engine.kernels.paged_decode.triton import Tuning
 from studies.kernels.compiled import basis_kernels, compile_kernel, describe, fused_kernels
 
 # Instructions a thread; bytes one by one would be dozens.
@@ -21,6 +23,13 @@ def test_fused_kernels_fit_in_registers(case) -> None:
     found = describe(compile_kernel(kernel, constexprs, tuning))
     assert found["spilled"] == 0 and found["registers"] <= 80
     assert found["LDG"] <= next(most for part, most in MAX_LOADS.items() if part in name)
+
+
+def test_cosines_are_those_of_any_angle() -> None:
+    """The instructions of the device err by as much as the angle is large."""
+    constexprs, num_warps = cos_sin_variant(128)
+    ptx = compile_kernel(cos_sin_kernel, {**constexprs, "scale_ptr": None}, Tuning(num_warps, 1)).asm["ptx"]
+    assert "st.global" in ptx and "cos.approx" not in ptx and "sin.approx" not in ptx
 
 
 @pytest.mark.parametrize(

@@ -21,4 +21,4 @@ def bound(name: str) -> float:
 def test_fused_cases() -> None:
     figures = run_cases(Path(__file__).with_name("fused_cases.py"))
     wrong = {n: e for n, e in figures.items() if not (isinstance(e, float) and e <= bound(n))}
-    assert len(figures) == 84 and not wrong
+    assert len(figures) == 90 and not wrong
