@@ -43,6 +43,28 @@ def test_requests_decode_from_where_they_were_filled_to() -> None:
         assert len(core.running) == 1
 
 
+@pytest.mark.parametrize(("runs_ahead", "slow"), [(False, [1]), (True, [1, 2])])
+def test_the_start_of_steps_is_not_timed(monkeypatch: pytest.MonkeyPatch, runs_ahead: bool, slow: list[int]) -> None:
+    """A step that is run ahead has ended when the next one has been launched."""
+    with filled("bf16") as core:
+        core.begin([300], 400)
+        step, clock, calls = core.core.step, 0.0, 0
+
+        def timed_step() -> None:
+            nonlocal clock, calls
+            step()
+            calls += 1
+            clock += 100.0 if calls in slow else 2.0
+
+        monkeypatch.setattr(core.core, "step", timed_step)
+        monkeypatch.setattr(core.core, "runs_ahead", runs_ahead)
+        monkeypatch.setattr("qkv_engine.bench.filled.time.perf_counter", lambda: clock)
+        found = core.seconds_per_step(10)
+        assert found == 2.0 * (10 - len(slow)) / 9 and calls == 10
+        calls = 0
+        assert core.seconds_per_step(1) == 100.0
+
+
 def test_what_was_filled_is_finite_and_not_zero() -> None:
     with filled("bf16") as core:
         core.begin([300], 400)
