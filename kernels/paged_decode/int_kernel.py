@@ -102,10 +102,9 @@ def decode_int_kernel(
         num_hidden = tl.load(lengths_ptr + i_b) - WINDOW - tl.load(positions_ptr + first)
         o_token = tl.arange(0, TILES)[None, None, :] * (T // TILES) + tile_lanes(T // TILES)[:, None, None]
     for i in tl.range(first, first + num_blocks, num_stages=STAGES):
-        if EARLY:  # noqa: SIM102 - known when it is compiled, the other is not
-            if i == first:
-                p_now = wait_in_loop(p_q, IS_FIRST, OVERLAP)
-                query = QUERY(p_now, p_k_bank, i_h, b_heads, scale_log2, K, D, BLOCK_G)
+        if EARLY and i == first:
+            p_now = wait_in_loop(p_q, IS_FIRST, OVERLAP)
+            query = QUERY(p_now, p_k_bank, i_h, b_heads, scale_log2, K, D, BLOCK_G)
         p_slot = arena_ptr + tl.multiple_of(tl.load(addresses_ptr + i), 16)
         b_s = SCORES(query, p_slot + k_codes, p_slot + k_meta, i_h, K, TILES, T, D, BLOCK_G)
         b_s = soft_cap(b_s, SOFTCAP)
