@@ -12,7 +12,7 @@ from qkv_engine.kernels.linear.codes import BLOCK, Float8Weight
 from qkv_engine.kernels.rope_kv_write import KeyBasis
 
 from .config import ModelConfig
-from .layers import HeadNorm, Layer, Linear, RowParallelLinear
+from .layers import HeadNorm, Layer, Linear, RowParallelLinear, taken
 from .ranks import ALONE, Ranks
 from .rope import Rotation
 from .weights.codes import row_tensors
@@ -75,20 +75,23 @@ class Attention(Layer):
         weight: Weight = self.qkv_proj.weight
         return weight
 
-    def forward(self, x: Tensor, rotation: Rotation, batch: AttentionBatch) -> Tensor:
-        """x and result [N, E]."""
-        out: Tensor = self.o_proj(self.mix(x, rotation, batch))
+    def forward(self, x: Tensor, rotation: Rotation, batch: AttentionBatch, rows: Tensor | None = None) -> Tensor:
+        """x [N, E] -> [M, E], of the tokens ``rows`` [M]; ``None``: all. Every token writes its K and V."""
+        out: Tensor = self.o_proj(self.mix(x, rotation, batch, rows))
         return out
 
-    def sums(self, x: Tensor, rotation: Rotation, batch: AttentionBatch) -> Tensor | SplitSums:
+    def sums(
+        self, x: Tensor, rotation: Rotation, batch: AttentionBatch, rows: Tensor | None = None
+    ) -> Tensor | SplitSums:
         """See ``Layer.sums``."""
-        return self.o_proj.sums(self.mix(x, rotation, batch))
+        return self.o_proj.sums(self.mix(x, rotation, batch, rows))
 
-    def mix(self, x: Tensor, rotation: Rotation, batch: AttentionBatch) -> Tensor:
-        """What the output projection reads: x [N, E] -> [N, HQ * D]."""
+    def mix(self, x: Tensor, rotation: Rotation, batch: AttentionBatch, rows: Tensor | None = None) -> Tensor:
+        """What the output projection reads: x [N, E] -> [M, HQ * D]."""
         num_tokens = x.shape[0]
         qkv = self.qkv_proj(x).view(num_tokens, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        return self.attend(qkv, rotation, batch).reshape(num_tokens, self.num_heads * self.head_dim)
+        attended = self.attend(qkv, rotation, batch).reshape(num_tokens, self.num_heads * self.head_dim)
+        return taken(attended, rows)
 
     def attend(self, qkv: Tensor, rotation: Rotation, batch: AttentionBatch) -> Tensor:
         """qkv [N, HQ + 2 H, D] -> [N, HQ, D]."""

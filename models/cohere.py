@@ -7,7 +7,7 @@ from torch import Tensor
 from .attention import Attention, AttentionBatch
 from .config import SLIDING, ModelConfig, read_biases, read_full_every, read_multiplier, read_window_pattern
 from .fields import Fields
-from .layers import Layer
+from .layers import Layer, taken
 from .llama import MLP, LlamaForCausalLM, make_norm
 from .ranks import ALONE, Ranks
 from .rope import NO_ROTATION, RopeConfig, Rotation
@@ -39,11 +39,12 @@ class CohereLayer(Layer):
         self.mlp = MLP(config, ranks)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, rotation: Rotation, batch: AttentionBatch
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation, batch: AttentionBatch, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """x [N, E], the sum that the layer before leaves for ``residual`` -> the same for the next."""
+        """x [N, E], the sum that the layer before leaves for ``residual`` -> the same for the next, of ``rows`` [M]."""
         x, residual = self.input_layernorm(x, residual)
-        return self.self_attn(x, rotation, batch) + self.mlp(x), residual
+        attended = self.self_attn(x, rotation, batch, rows)
+        return attended + self.mlp(taken(x, rows)), taken(residual, rows)
 
 
 class Cohere2ForCausalLM(LlamaForCausalLM):

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .attention import Attention, AttentionBatch
 from .config import ModelConfig
-from .layers import Layer, add
+from .layers import Layer, add, taken
 from .llama import MLP, make_norm
 from .ranks import ALONE, Ranks
 from .rope import Rotation
@@ -25,12 +25,12 @@ class PostNormLayer(Layer):
         self.post_feedforward_layernorm = make_norm(config, "post_feedforward_layernorm")
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, rotation: Rotation, batch: AttentionBatch
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation, batch: AttentionBatch, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """x [N, E], the sum that the layer before leaves for ``residual`` -> the same for the next."""
+        """x [N, E], the sum that the layer before leaves for ``residual`` -> the same for the next, of ``rows`` [M]."""
         residual = x if residual is None else add(residual, x)
-        attended = self.post_attention_layernorm(self.self_attn(residual, rotation, batch), None)[0]
-        residual = add(residual, attended)
+        attended = self.post_attention_layernorm(self.self_attn(residual, rotation, batch, rows), None)[0]
+        residual = add(taken(residual, rows), attended)
         return self.post_feedforward_layernorm(self.mlp(residual), None)[0], residual
 
 
@@ -56,10 +56,10 @@ class SandwichLayer(Layer):
         self.post_feedforward_layernorm = make_norm(config, after_mlp)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, rotation: Rotation, batch: AttentionBatch
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation, batch: AttentionBatch, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """x [N, E], the sum that the layer before leaves for ``residual`` -> the same for the next."""
+        """x [N, E], the sum that the layer before leaves for ``residual`` -> the same for the next, of ``rows`` [M]."""
         x, residual = self.input_layernorm(x, residual)
-        x = self.post_attention_layernorm(self.self_attn(x, rotation, batch), None)[0]
-        x, residual = self.pre_feedforward_layernorm(x, residual)
+        x = self.post_attention_layernorm(self.self_attn(x, rotation, batch, rows), None)[0]
+        x, residual = self.pre_feedforward_layernorm(x, taken(residual, rows))
         return self.post_feedforward_layernorm(self.mlp(x), None)[0], residual

@@ -16,7 +16,7 @@ from qkv_engine.kernels.linear import SplitSums
 from .attention import AttentionBatch
 from .config import FULL, ModelConfig, read_num_layers
 from .fields import Fields
-from .layers import CheckpointRows, Layer, Linear, Norm, Projection, RowParallelLinear, empty_weight
+from .layers import CheckpointRows, Layer, Linear, Norm, Projection, RowParallelLinear, empty_weight, taken
 from .ranks import ALONE, Part, Ranks
 from .weights.scheme import UNQUANTIZED
 
@@ -156,17 +156,17 @@ class DeltaNet(Layer):
         decay, dt_bias = self.A_log.detach().float().exp(), self.dt_bias.detach().float()
         return DeltaWeights(self.spec, self.conv.detach(), decay, dt_bias, self.norm.weight.detach(), self.norm.eps)
 
-    def forward(self, x: Tensor, batch: StateBatch) -> Tensor:
-        """x and result [N, E]."""
-        out: Tensor = self.out_proj(self.mix(x, batch))
+    def forward(self, x: Tensor, batch: StateBatch, rows: Tensor | None = None) -> Tensor:
+        """x [N, E] -> [M, E], of the tokens ``rows`` [M]; ``None``: all. The state passes through every token."""
+        out: Tensor = self.out_proj(self.mix(x, batch, rows))
         return out
 
-    def sums(self, x: Tensor, batch: StateBatch) -> Tensor | SplitSums:
+    def sums(self, x: Tensor, batch: StateBatch, rows: Tensor | None = None) -> Tensor | SplitSums:
         """See ``Layer.sums``."""
-        return self.out_proj.sums(self.mix(x, batch))
+        return self.out_proj.sums(self.mix(x, batch, rows))
 
-    def mix(self, x: Tensor, batch: StateBatch) -> Tensor:
-        """What the output projection reads: x [N, E] -> [N, HV * DV]."""
+    def mix(self, x: Tensor, batch: StateBatch, rows: Tensor | None = None) -> Tensor:
+        """What the output projection reads: x [N, E] -> [M, HV * DV]."""
         channels, values = self.spec.num_channels, self.spec.num_v_heads * self.spec.v_dim
         if self.gates is not None:
             projected, gates = self.in_proj(x), self.gates(x)
@@ -175,7 +175,7 @@ class DeltaNet(Layer):
         qkv, z = projected.split((channels, values), dim=-1)
         b, a = gates.chunk(2, dim=-1)
         z = z.unflatten(-1, (self.spec.num_v_heads, self.spec.v_dim))
-        return batch.delta_net(self.layer, qkv, z, b, a, self.weights).flatten(1)
+        return taken(batch.delta_net(self.layer, qkv, z, b, a, self.weights).flatten(1), rows)
 
     def checkpoint_rows(self) -> Iterator[CheckpointRows]:
         start, shape = 0, (self.whole.num_channels, 1, self.whole.conv_width)

@@ -15,7 +15,7 @@ from .attention import AttentionBatch
 from .attention_spec import AttentionSpec
 from .config import FULL, SLIDING, ModelConfig, read_biases, read_full_every, read_softcap
 from .fields import Fields
-from .layers import CheckpointRows, Embedding, Layer, Linear, Norm, RMSNorm, RowParallelLinear
+from .layers import CheckpointRows, Embedding, Layer, Linear, Norm, RMSNorm, RowParallelLinear, taken
 from .llama import MLP, LlamaForCausalLM, LlamaModel, make_norm
 from .ranks import ALONE, Ranks
 from .rope import Rotation, read_ropes, with_default_rope
@@ -140,8 +140,18 @@ class Gemma4Attention(Layer):
         out = {"o_proj": config.hidden_size}
         self.o_proj = RowParallelLinear(queries, out, ranks, bias=config.attention_output_bias)
 
-    def forward(self, x: Tensor, rotation: Rotation, batch: AttentionBatch, shared: dict[int, Tensor]) -> Tensor:
-        """x and result [N, E]. ``shared`` has keys and values [N, 2 H, D] by layer; readers write them once more."""
+    def forward(
+        self,
+        x: Tensor,
+        rotation: Rotation,
+        batch: AttentionBatch,
+        shared: dict[int, Tensor],
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """x [N, E] -> [M, E], of the tokens ``rows`` [M]; ``None``: all.
+
+        ``shared`` has keys and values [N, 2 H, D] by layer; readers write them once more.
+        """
         projected = self.qkv_proj(x).view(len(x), -1, self.head_dim)
         q = self._norm(self.q_norm, projected[:, : self.num_heads])
         if self.is_owner:
@@ -150,7 +160,7 @@ class Gemma4Attention(Layer):
             v = F.rms_norm(v, (self.head_dim,), None, self.eps)
             shared[self.kv_layer] = torch.cat((self._norm(self.k_norm, k), v), dim=1)
         attended = batch.attend(self.kv_layer, torch.cat((q, shared[self.kv_layer]), dim=1), rotation, None)
-        out: Tensor = self.o_proj(attended.reshape(len(x), -1))
+        out: Tensor = self.o_proj(taken(attended.reshape(len(x), -1), rows))
         return out
 
     def _norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
@@ -178,14 +188,20 @@ class Gemma4Layer(Layer):
         self.scalar = LayerScalar("layer_scalar", 1, 0.0)
 
     def forward(
-        self, x: Tensor, rotation: Rotation, batch: AttentionBatch, shared: dict[int, Tensor], embedded: Tensor | None
+        self,
+        x: Tensor,
+        rotation: Rotation,
+        batch: AttentionBatch,
+        shared: dict[int, Tensor],
+        embedded: Tensor | None,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        """x and result [N, E]; ``embedded`` [N, P], the tokens' embedding for the layer."""
-        attended = self.self_attn(self.input_layernorm(x, None)[0], rotation, batch, shared)
-        normed, x = self.pre_feedforward_layernorm(self.post_attention_layernorm(attended, None)[0], x)
+        """x [N, E] -> [M, E], of the tokens ``rows``; ``embedded`` [N, P], the tokens' embedding for the layer."""
+        attended = self.self_attn(self.input_layernorm(x, None)[0], rotation, batch, shared, rows)
+        normed, x = self.pre_feedforward_layernorm(self.post_attention_layernorm(attended, None)[0], taken(x, rows))
         x = x + self.post_feedforward_layernorm(self.mlp(normed), None)[0]
         if embedded is not None:
-            gated = F.gelu(self.gate(x), approximate="tanh") * embedded
+            gated = F.gelu(self.gate(x), approximate="tanh") * taken(embedded, rows)
             x = x + self.post_per_layer_input_norm(self.projection(gated), None)[0]
         scaled: Tensor = self.scalar(x)
         return scaled
@@ -204,11 +220,14 @@ class Gemma4Model(LlamaModel):
             self.layer_projection = Linear(config.hidden_size, {"per_layer_model_projection": width}, bias=False)
             self.layer_norm = RMSNorm("per_layer_projection_norm", self.size, config.norm_eps)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor | None = None
+    ) -> Tensor:
         x, shared = self.embed_tokens(input_ids), dict[int, Tensor]()
-        embedded = self._embed_for_layers(input_ids, x)
-        for layer, rotation, own in zip(self.layers, self.rotary_emb(positions), embedded, strict=True):
-            x = layer(x, rotation, batch, shared, own)
+        embedded, rotations = self._embed_for_layers(input_ids, x), self.rotary_emb(positions)
+        parts = zip(self.layers, rotations, embedded, self.rows_by_layer(rows), strict=True)
+        for layer, rotation, own, layer_rows in parts:
+            x = layer(x, rotation, batch, shared, own, layer_rows)
         out: Tensor = self.norm(x, None)[0]
         return out
 

@@ -12,6 +12,7 @@ from qkv_engine.kernels.linear import SplitSums
 from .attention import AttentionBatch
 from .config import ModelConfig, read_biases, read_multiplier
 from .fields import Fields
+from .layers import taken
 from .llama import DecoderLayer, LlamaForCausalLM
 from .ranks import ALONE, Ranks
 from .rope import Rotation
@@ -50,12 +51,17 @@ class GraniteLayer(DecoderLayer):
         self.multiplier = config.residual_multiplier
 
     def forward(
-        self, x: Tensor | SplitSums, residual: Tensor | None, rotation: Rotation, batch: AttentionBatch
+        self,
+        x: Tensor | SplitSums,
+        residual: Tensor | None,
+        rotation: Rotation,
+        batch: AttentionBatch,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See ``DecoderLayer.forward``."""
         x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, rotation, batch) * self.multiplier
-        x, residual = self.post_attention_layernorm(x, residual)
+        x = self.self_attn(x, rotation, batch, rows) * self.multiplier
+        x, residual = self.post_attention_layernorm(x, taken(residual, rows))
         return self.mlp(x) * self.multiplier, residual
 
 

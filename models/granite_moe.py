@@ -13,7 +13,7 @@ from .attention import AttentionBatch
 from .config import ModelConfig
 from .fields import Fields
 from .granite import GraniteConfig, GraniteLayer, read_granite_options
-from .layers import Matrix
+from .layers import Matrix, taken
 from .llama import MLP, LlamaForCausalLM
 from .moe import MoE, MoeConfig, read_moe
 from .ranks import ALONE, Ranks
@@ -66,12 +66,17 @@ class GraniteMoeLayer(GraniteLayer):
         self.shared_mlp = SharedMLP(shared, ranks) if config.shared_size else None
 
     def forward(
-        self, x: Tensor | SplitSums, residual: Tensor | None, rotation: Rotation, batch: AttentionBatch
+        self,
+        x: Tensor | SplitSums,
+        residual: Tensor | None,
+        rotation: Rotation,
+        batch: AttentionBatch,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See ``DecoderLayer.forward``."""
         x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, rotation, batch) * self.multiplier
-        x, residual = self.post_attention_layernorm(x, residual)
+        x = self.self_attn(x, rotation, batch, rows) * self.multiplier
+        x, residual = self.post_attention_layernorm(x, taken(residual, rows))
         added = self.mlp(x) if self.shared_mlp is None else self.mlp(x) + self.shared_mlp(x)
         return added * self.multiplier, residual
 

@@ -301,6 +301,11 @@ def kept(x: Tensor) -> Tensor:
     return x.clone() if x.requires_grad else x
 
 
+def taken(x: Tensor, rows: Tensor | None) -> Tensor:
+    """``rows`` [M] int64 of x [N, E], or x itself for ``None``."""
+    return x if rows is None else x[rows]
+
+
 class LayerNorm(Norm):
     """``(x - mean(x)) / std(x) * weight`` over the last dimension."""
 

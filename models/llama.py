@@ -16,7 +16,7 @@ from qkv_engine.kernels.linear import SplitSums, SteadyWeight, Weight, by_rows, 
 from .attention import Attention, AttentionBatch
 from .config import FULL, SLIDING, ModelConfig, read_biases, read_layer_types, read_num_layers
 from .fields import Fields
-from .layers import Embedding, Layer, LayerNorm, Linear, Norm, RMSNorm, RowParallelLinear
+from .layers import Embedding, Layer, LayerNorm, Linear, Norm, RMSNorm, RowParallelLinear, taken
 from .ranks import ALONE, Part, Ranks
 from .rope import LayerRotations, RopeConfig, Rotation
 
@@ -144,15 +144,21 @@ class DecoderLayer(Layer):
         self.mlp = self.mlp_class(config, ranks)
 
     def forward(
-        self, x: Tensor | SplitSums, residual: Tensor | None, rotation: Rotation, batch: AttentionBatch
+        self,
+        x: Tensor | SplitSums,
+        residual: Tensor | None,
+        rotation: Rotation,
+        batch: AttentionBatch,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor | SplitSums, Tensor]:
         """x [N, E], the addend of ``residual`` (``None``: x is the embedding) -> the same pair for the next layer.
 
+        With ``rows`` [M] the pair is that of these tokens alone, [M, E]: behind attention only they are computed.
         The residual is added right before the norm that reads it, which is one kernel on a GPU and adds up splits, too.
         """
         normed, residual = self.input_layernorm(x, residual, self.self_attn.reader)
-        attended = self.self_attn.sums(normed, rotation, batch)
-        normed, residual = self.post_attention_layernorm(attended, residual, self.mlp.reader)
+        attended = self.self_attn.sums(normed, rotation, batch, rows)
+        normed, residual = self.post_attention_layernorm(attended, taken(residual, rows), self.mlp.reader)
         return self.mlp.sums(normed), residual
 
 
@@ -167,13 +173,19 @@ class LlamaModel(Layer):
         self.norm = make_norm(config, "norm")
         self.rotary_emb = LayerRotations(config.ropes, config.head_dims)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor | None = None
+    ) -> Tensor:
         rotations = self.rotary_emb(positions)
         x, residual = self.embed_tokens(input_ids), None
-        for layer, rotation in zip(self.layers, rotations, strict=True):
-            x, residual = layer(x, residual, rotation, batch)
+        for layer, rotation, own in zip(self.layers, rotations, self.rows_by_layer(rows), strict=True):
+            x, residual = layer(x, residual, rotation, batch, own)
         out: Tensor = self.norm(x, residual)[0]
         return out
+
+    def rows_by_layer(self, rows: Tensor | None) -> list[Tensor | None]:
+        """The tokens whose states each layer gives: the last one those of ``rows``, the others all."""
+        return [*(None for _ in self.layers[1:]), rows]
 
 
 class LlamaForCausalLM(Layer):
@@ -200,13 +212,16 @@ class LlamaForCausalLM(Layer):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
-        """Hidden states ``[N, E]`` after the final norm.
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor | None = None
+    ) -> Tensor:
+        """Hidden states ``[M, E]`` of the tokens ``rows`` after the final norm, ``[N, E]`` of all without.
 
         input_ids and positions ``[N]`` int64: the step's tokens, requests one after another, and each token's position
-        in its own request. ``batch`` holds the requests' keys and values.
+        in its own request. ``batch`` holds the requests' keys and values. rows ``[M]`` int64: places of tokens among
+        the step's, in any order; the last layer computes only them behind its attention.
         """
-        hidden: Tensor = self.model(input_ids, positions, batch)
+        hidden: Tensor = self.model(input_ids, positions, batch, rows)
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -81,9 +81,11 @@ class Ministral3ForCausalLM(LlamaForCausalLM):
         super().__init__(config, ranks)
         self.growth, self.context = config.query_growth, config.ropes[0].original_max_position_embeddings
 
-    def forward(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor | None = None
+    ) -> Tensor:
         """See ``LlamaForCausalLM.forward``."""
         if self.growth and self.context:
             factors = 1 + self.growth * torch.log1p(torch.floor(positions / self.context))
             batch = ScaledQueries(batch, self.ranks.part(self.config.num_heads).size, factors.view(-1, 1, 1))
-        return super().forward(input_ids, positions, batch)
+        return super().forward(input_ids, positions, batch, rows)

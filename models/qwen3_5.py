@@ -16,7 +16,7 @@ from .attention import Attention, AttentionBatch
 from .config import FULL, ModelConfig, read_biases, read_num_layers
 from .delta_net import DeltaNet, HybridConfig, PiecewiseLinear, StateBatch, read_states
 from .fields import Fields
-from .layers import Layer, Linear, Matrix, Projection
+from .layers import Layer, Linear, Matrix, Projection, taken
 from .llama import MLP, LlamaForCausalLM, make_norm
 from .moe import MoE, MoeConfig, read_moe
 from .ranks import ALONE, Part, Ranks
@@ -111,11 +111,13 @@ class GatedAttention(Attention):
         self.qkv_proj = PiecewiseLinear(config.hidden_size, pieces, bias=config.attention_bias)
         self.first_head = heads.size
 
-    def mix(self, x: Tensor, rotation: Rotation, batch: AttentionBatch) -> Tensor:
+    def mix(self, x: Tensor, rotation: Rotation, batch: AttentionBatch, rows: Tensor | None = None) -> Tensor:
         """See ``Attention.mix``."""
         heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
         gate, qkv = heads.tensor_split((self.first_head,), 1)
-        return sigmoid_gate(self.attend(qkv, rotation, batch).flatten(1), gate.flatten(1))
+        gate = taken(gate.flatten(1), rows)  # not last: ``sigmoid_gate`` reads it while the kernel before still runs
+        attended = taken(self.attend(qkv, rotation, batch).flatten(1), rows)
+        return sigmoid_gate(attended, gate)
 
     def convert(self) -> None:
         """See ``Attention.convert``; here the norms over heads have a weight for each channel to reorder, too."""
@@ -178,15 +180,20 @@ class HybridLayer(Layer):
         self.mlp = mlp_class(config, ranks)
 
     def forward(
-        self, x: Tensor | SplitSums, residual: Tensor | None, rotation: Rotation, batch: StateBatch
+        self,
+        x: Tensor | SplitSums,
+        residual: Tensor | None,
+        rotation: Rotation,
+        batch: StateBatch,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor | SplitSums, Tensor]:
         """See ``DecoderLayer.forward``."""
         normed, residual = self.input_layernorm(x, residual)
         if self.self_attn is None:
-            mixed = self.linear_attn.sums(normed, batch)
+            mixed = self.linear_attn.sums(normed, batch, rows)
         else:
-            mixed = self.self_attn.sums(normed, rotation, batch)
-        normed, residual = self.post_attention_layernorm(mixed, residual)
+            mixed = self.self_attn.sums(normed, rotation, batch, rows)
+        normed, residual = self.post_attention_layernorm(mixed, taken(residual, rows))
         return self.mlp.sums(normed), residual
 
 

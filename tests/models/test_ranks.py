@@ -93,10 +93,10 @@ def on_ranks(size: int, work: Callable[[Ranks], Tensor]) -> list[Tensor]:
         return list(pool.map(work, [ThreadRanks(rank, size, meeting) for rank in range(size)]))
 
 
-def logits_of(loaded: LoadedModel, ranks: Ranks) -> Tensor:
+def logits_of(loaded: LoadedModel, ranks: Ranks, rows: Tensor | None = None) -> Tensor:
     batch = DenseBatch(loaded.config.share(ranks.size).attention)
     with torch.inference_mode():
-        return loaded.model.compute_logits(loaded.model(IDS, torch.arange(len(IDS)), batch))
+        return loaded.model.compute_logits(loaded.model(IDS, torch.arange(len(IDS)), batch, rows))
 
 
 def saved(folder: Path, make_reference: Callable[..., Any], family: str, **changes: Any) -> ModelSource:
@@ -107,12 +107,15 @@ def saved(folder: Path, make_reference: Callable[..., Any], family: str, **chang
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(("family", "changes"), MODELS, ids=str)
 def test_all_ranks_compute_the_logits_of_one(size, family, changes, make_reference, tmp_path):
-    source = saved(tmp_path, make_reference, family, **changes)
+    """Those of all tokens, then of some."""
+    source, rows = saved(tmp_path, make_reference, family, **changes), torch.tensor([7, 2, 2])
 
     def run(ranks: Ranks) -> Tensor:
-        return logits_of(load_weights(source, dtype=torch.float32, device=CPU, ranks=ranks), ranks)
+        loaded = load_weights(source, dtype=torch.float32, device=CPU, ranks=ranks)
+        return torch.cat((logits_of(loaded, ranks), logits_of(loaded, ranks, rows)))
 
     expected = run(Ranks())
+    torch.testing.assert_close(expected[len(IDS) :], expected[rows], rtol=1e-4, atol=1e-5)
     for logits in on_ranks(size, run):
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
 

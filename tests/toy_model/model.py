@@ -6,7 +6,7 @@ from torch import Tensor
 
 from qkv_engine.models.attention import Attention, AttentionBatch
 from qkv_engine.models.config import ModelConfig
-from qkv_engine.models.layers import Layer
+from qkv_engine.models.layers import Layer, taken
 from qkv_engine.models.llama import MLP, LlamaForCausalLM, make_norm
 from qkv_engine.models.ranks import Ranks
 from qkv_engine.models.rope import Rotation
@@ -22,11 +22,12 @@ class ParallelLayer(Layer):
         self.mlp = MLP(config, ranks)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, rotation: Rotation, batch: AttentionBatch
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation, batch: AttentionBatch, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """x [N, E], the sum that the layer before leaves for ``residual`` -> the same for the next."""
+        """x [N, E], the sum that the layer before leaves for ``residual`` -> the same for the next, of ``rows`` [M]."""
         x, residual = self.input_layernorm(x, residual)
-        return self.self_attn(x, rotation, batch) + self.mlp(x), residual
+        attended = self.self_attn(x, rotation, batch, rows)
+        return attended + self.mlp(taken(x, rows)), taken(residual, rows)
 
 
 class ParallelForCausalLM(LlamaForCausalLM):
