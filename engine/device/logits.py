@@ -25,7 +25,9 @@ class CausalLM(Protocol):
     config: ModelConfig
     ranks: Ranks
 
-    def __call__(self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor: ...
+    def __call__(
+        self, input_ids: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor | None = None
+    ) -> Tensor: ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor: ...
 
@@ -46,25 +48,52 @@ class Computed(NamedTuple):
         return SampledTokens([], {}) if self.tokens is None else self.tokens.wait()
 
 
-def read_hidden(model: CausalLM, hidden: Tensor, command: StepCommand, lengths: list[int]) -> Computed:
-    """The results that ``command`` asks for, from its hidden states [N, E]; ``lengths``: tokens of each item."""
+def wanted_rows(command: StepCommand, lengths: list[int], device: torch.device) -> Tensor | None:
+    """Places [M] int64, on ``device``, of the tokens that the results of ``command`` are read from.
+
+    First those that sample, then those of each of ``prompt_scores``: pieces that ``read_hidden`` reads one by one. Each
+    is padded to the rows of a fast product, and so are all together; where nothing is asked there is a single row.
+    ``None``: the command asks for all tokens in order. ``lengths``: tokens of each item.
+    """
     ends = list(accumulate(lengths))
-    tokens = None
+    pieces = [[ends[i] - 1 for i in command.sampling]] if command.sampling else []
+    for scores in command.prompt_scores:
+        first = ends[scores.item] - lengths[scores.item]
+        pieces.append(list(range(first, first + len(scores.targets))))
+    if pieces == [list(range(ends[-1]))]:
+        return None
+    rows = [row for piece in pieces for row in _padded(piece, device)] or [0]
+    return to_device(torch.tensor(_padded(rows, device)), device)
+
+
+def compute_hidden(
+    model: CausalLM, input_ids: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor | None
+) -> Tensor:
+    """Hidden states [M, E] of the tokens ``rows`` [M], or [N, E] of all for ``None``.
+
+    The last layer leaves tokens out where fewer are wanted: with padding those of a scored prompt may be more.
+    """
+    if rows is None or len(rows) < len(input_ids):
+        return model(input_ids, positions, batch, rows)
+    return model(input_ids, positions, batch)[rows]
+
+
+def read_hidden(model: CausalLM, hidden: Tensor, command: StepCommand) -> Computed:
+    """The results that ``command`` asks for, from the hidden states [M, E] of its ``wanted_rows``."""
+    tokens, start = None, 0
     if command.sampling:
-        logits = _logits(model, hidden, [ends[i] - 1 for i in command.sampling])
-        tokens = sample_tokens(logits, command.tables)
+        number = len(command.sampling)
+        start = padded_rows(number, hidden.device)
+        tokens = sample_tokens(model.compute_logits(hidden[:start])[:number], command.tables)
     found = {}
     for item, targets, k, others in command.prompt_scores:
-        first = ends[item] - lengths[item]
-        logits = _logits(model, hidden, list(range(first, first + len(targets))))
+        end = start + padded_rows(len(targets), hidden.device)
+        logits = model.compute_logits(hidden[start:end])[: len(targets)]
         found[item] = token_logprobs(logits, targets, k, others)
+        start = end
     return Computed(tokens, False, found)
 
 
-def _logits(model: CausalLM, hidden: Tensor, rows: list[int]) -> Tensor:
-    """Logits of some rows of ``hidden`` [N, E]."""
-    num_rows = padded_rows(len(rows), hidden.device)
-    if rows != list(range(len(hidden))) or num_rows > len(rows):
-        padding = rows[:1] * (num_rows - len(rows))
-        hidden = hidden[to_device(torch.tensor(rows + padding), hidden.device)]
-    return model.compute_logits(hidden)[: len(rows)]
+def _padded(rows: list[int], device: torch.device) -> list[int]:
+    """``rows`` and the first of them, as often as products on ``device`` are padded."""
+    return rows + rows[:1] * (padded_rows(len(rows), device) - len(rows))

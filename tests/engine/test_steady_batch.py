@@ -17,6 +17,7 @@ from qkv_engine.device.gpu.steps import DecodeShape
 from qkv_engine.device.steady_batch import SteadyBatch
 from qkv_engine.kernels.block_tables import Placed, place, update
 from qkv_engine.models.config import ModelConfig
+from qkv_engine.models.layers import taken
 from qkv_engine.models.ranks import ALONE
 from qkv_engine.request import Request, SamplingParams
 from qkv_engine.sampling.sample_row import SampleRow
@@ -105,9 +106,9 @@ class NextToken:
     def __init__(self, config: ModelConfig):
         self.config, self.vocab_size, self.ranks = config, config.vocab_size, ALONE
 
-    def __call__(self, input_ids: Tensor, positions: Tensor, batch: object) -> Tensor:
+    def __call__(self, input_ids: Tensor, positions: Tensor, batch: object, rows: Tensor | None = None) -> Tensor:
         size = self.vocab_size
-        return torch.nn.functional.one_hot((input_ids * 31 + positions * 7) % size, size).float()
+        return taken(torch.nn.functional.one_hot((input_ids * 31 + positions * 7) % size, size).float(), rows)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return 8 * hidden

@@ -11,7 +11,7 @@ from ...kv.table_rows import TableLayout
 from ..command import StepCommand, Tokens
 from ..hybrid_step import HybridStep
 from ..layouts import Ladder
-from ..logits import CausalLM, Computed, read_hidden
+from ..logits import CausalLM, Computed, compute_hidden, read_hidden, wanted_rows
 from ..tables import HostTables
 from .attention import CpuAttentionPlanner
 from .states import CpuStatePlanner
@@ -34,7 +34,7 @@ class CpuSteps:
         self._ids = self._positions = self._sampled = torch.zeros(0, dtype=torch.int64)
         self._is_padded = False
         self._order: Tensor | None = None  # of single tokens: that of their blocks, in which they are computed
-        self._places: Tensor | None = None  # of the command's items in it
+        self._places: Tensor | None = None  # of the command's items in it, and behind them of padding
 
     def execute(self, command: StepCommand) -> Computed:
         """Computes the KV of the command's tokens and the results that it asks for."""
@@ -48,10 +48,11 @@ class CpuSteps:
         step = self._planner.plan(self._rows, self._starts, self._lengths, goes_on=command.goes_on)
         if self._states is not None:
             step = HybridStep(step, self._states.plan(self._rows, self._starts, self._lengths))
-        hidden = self.model(self._ids, self._positions, step)[: self._num_tokens]
+        rows = wanted_rows(command, self._lengths, self._ids.device)
         if self._places is not None:
-            hidden = hidden[self._places]
-        computed = read_hidden(self.model, hidden, command, self._lengths)
+            rows = self._places if rows is None else self._places[rows]
+        hidden = compute_hidden(self.model, self._ids, self._positions, step, rows)
+        computed = read_hidden(self.model, hidden, command)
         if computed.tokens is not None:
             self._sampled = computed.tokens.token_ids
         return computed
@@ -63,10 +64,12 @@ class CpuSteps:
         if order != sorted(order):
             self._rows, self._starts, ids = ([values[i] for i in order] for values in (self._rows, self._starts, ids))
             self._order = torch.tensor(order)
-            self._places = self._order.argsort()
         tokens = Tokens.of(self._rows, self._starts, self._lengths, ids)
         self._num_tokens = len(tokens.ids)
-        padding = [0] * (padded_rows(self._num_tokens, self._ids.device) - self._num_tokens)
+        num_rows = padded_rows(self._num_tokens, self._ids.device)
+        if self._order is not None:
+            self._places = torch.cat((self._order.argsort(), torch.arange(self._num_tokens, num_rows)))
+        padding = [0] * (num_rows - self._num_tokens)
         self._is_padded = bool(padding)
         self._ids, self._positions = torch.tensor(tokens.ids + padding), torch.tensor(tokens.positions + padding)
 

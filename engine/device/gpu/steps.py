@@ -24,7 +24,7 @@ from qkv_engine.kernels.to_device import to_device
 from ...kv.table_rows import TableLayout
 from ..command import StepCommand, Tokens
 from ..layouts import Ladder
-from ..logits import CausalLM, Computed, read_hidden
+from ..logits import CausalLM, Computed, compute_hidden, read_hidden, wanted_rows
 from ..pinned import HostCopies, PinnedRing
 from ..sampler import PendingTokens, sample_tokens
 from ..tables import DeviceTables
@@ -103,7 +103,7 @@ class GpuSteps:
             self._rows = command.rows
         if command.is_decode:
             return self._execute_decode(command)
-        computed = read_hidden(self.model, self._hidden(command), command, command.lengths)
+        computed = read_hidden(self.model, self._hidden(command), command)
         if computed.tokens is not None:
             self._keep_tokens(command.sampling, computed.tokens.token_ids)
         return computed
@@ -154,21 +154,23 @@ class GpuSteps:
         return self._logits[:number]
 
     def _hidden(self, command: StepCommand) -> Tensor:
-        """Hidden states [N, E] of a step's tokens, single tokens first."""
+        """Hidden states [M, E] of the ``wanted_rows`` of a command, which has single tokens first."""
         rows, starts, lengths = command.rows, command.starts, command.lengths
+        wanted = wanted_rows(command, lengths, self.device)
         number = sum(length == 1 for length in lengths)
         decodes = Tokens(command.ids[:number], starts[:number], rows[:number])
         chunks = Tokens.of(rows[number:], starts[number:], lengths[number:], command.ids[number:])
         if not chunks.ids:
-            return self._forward(decodes, chunks)
+            return self._forward(wanted, decodes, chunks)
         plans = self.planner.plan_chunks(rows[number:], starts[number:], lengths[number:])
         found = None if self.mixed is None else self.mixed.shape(number, len(chunks.ids), plans)
         if self.mixed is None or found is None:
             states, state_chunks = self.planner.states, None
             if states is not None:
                 state_chunks = states.plan_chunks(rows[number:], starts[number:], lengths[number:])
-            return self._forward(decodes, chunks, plans, state_chunks)
-        return self.mixed.run(*found, decodes, chunks, plans)
+            return self._forward(wanted, decodes, chunks, plans, state_chunks)
+        hidden = self.mixed.run(*found, decodes, chunks, plans)
+        return hidden if wanted is None else hidden[wanted]
 
     def _keep_tokens(self, sampling: Sequence[int], token_ids: Tensor) -> None:
         """Stores ``token_ids`` [N], on the device, as the last tokens of the items ``sampling``."""
@@ -177,12 +179,13 @@ class GpuSteps:
 
     def _forward(
         self,
+        wanted: Tensor | None,
         decodes: Tokens,
         chunks: Tokens,
         plans: ChunkPlans | None = None,
         state_chunks: ChunkWork | None = None,
     ) -> Tensor:
-        """Hidden states of a step that is run operator by operator."""
+        """Hidden states of the tokens ``wanted``, ``None`` for all, of a step that is run operator by operator."""
         number, num_decodes = len(decodes.ids) + len(chunks.ids), len(decodes.ids)
         item_blocks, bounds = self.planner.split(num_decodes, num_decodes) if num_decodes else (1, None)
         words = self.tables.step_input(decodes.packed(chunks), item_blocks=item_blocks)
@@ -190,7 +193,7 @@ class GpuSteps:
         on_device = None if plans is None else [work.to(self.device) for work in plans]
         states = None if state_chunks is None else state_chunks.to(self.device)
         placed, step = self.planner.begin(step_input, number, num_decodes, bounds, on_device, states)
-        return self.model(placed.input_ids, placed.positions, step)
+        return compute_hidden(self.model, placed.input_ids, placed.positions, step, wanted)
 
     def _decode(self, shape: DecodeShape) -> None:
         """The device's work in a step of single tokens, from ``_input`` to ``_sampled``: the contents of a graph."""
