@@ -200,8 +200,8 @@ def quantized_products(seed: int) -> Figure:
     group = 128 if bits == 4 and rng.random() < 0.8 else size
     with torch.device(DEVICE):
         weight = codes_cases.integer_weight(num_out, size, bits, group, dtype, zeros=bits == 4 and rng.random() < 0.5)
-        call = partial(codes_cases.rounded, call=codes_cases.linear_integer)
-        error = codes_cases.product(weight, num_rows, dtype, call, rng.random() < 0.5)
+        weight = codes_cases.with_powers(weight)
+        error = codes_cases.product(weight, num_rows, dtype, codes_cases.linear_integer, rng.random() < 0.5)
         return error + 100 * (dtype is BF16 and codes_cases.gated(weight, num_rows)), 1.5
 
 
