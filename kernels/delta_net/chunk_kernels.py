@@ -100,23 +100,44 @@ def conv_state_kernel(
 
 
 @triton.jit
-def inverse(b_lower, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
-    """The inverse of I less a matrix [CHUNK, CHUNK] of zeros on and above its diagonal.
+def is_below(o_t, SIZE: tl.constexpr):
+    """Where a matrix is below its blocks of ``SIZE`` on the diagonal, or above, within those of twice the size."""
+    o_small, o_large = o_t // SIZE, o_t // (2 * SIZE)
+    return (o_large[:, None] == o_large[None, :]) & (o_small[:, None] != o_small[None, :])
 
-    That of its blocks on the diagonal, each time of twice the size. With D, the inverses of blocks, and E, what is
-    below them in the blocks of twice the size, those are (D^-1 - E)^-1 = D + D E D, since E D E is 0.
+
+@triton.jit
+def joined(b_inverse, b_below, INNER: tl.constexpr, PRECISION: tl.constexpr):
+    """The inverses of blocks of twice the size, from those of blocks, D, and what is below these in them, E.
+
+    They are (D^-1 - E)^-1 = D + D E D, since E D E is 0.
     """
-    o_t = tl.arange(0, CHUNK)
-    b_within = tl.where((o_t // 2)[:, None] == (o_t // 2)[None, :], b_lower, 0.0)
-    b_inverse = tl.where(o_t[:, None] == o_t[None, :], 1.0, b_within)
-    SIZES: tl.constexpr = (2, 4, 8, 16, 32)
+    b_left = b_inverse.to(INNER)
+    b_below = tl.dot(b_left, b_below.to(INNER), input_precision=PRECISION)
+    return b_inverse + tl.dot(b_below.to(INNER), b_left, input_precision=PRECISION)
+
+
+@triton.jit
+def inverse(b_lower, CHUNK: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr):
+    """The inverse of I less a matrix [CHUNK, CHUNK] of zeros on and above its diagonal: of ever larger blocks there.
+
+    Products are of ``INNER``. No element exceeds 1, of which float16 has the bits of TF32, and needs no other order of
+    a matrix in shared memory. Blocks of 16 lie side by side, each a warp's.
+    """
+    SMALL: tl.constexpr = (2, 4, 8)
+    LARGE: tl.constexpr = (16, 32)
     tl.static_assert(CHUNK == 64)
-    for i in tl.static_range(len(SIZES)):
-        o_small, o_large = o_t // SIZES[i], o_t // (2 * SIZES[i])
-        is_below = (o_large[:, None] == o_large[None, :]) & (o_small[:, None] != o_small[None, :])
-        b_below = tl.where(is_below, b_lower, 0.0)
-        b_below = tl.dot(b_inverse, b_below, input_precision=PRECISION)
-        b_inverse += tl.dot(b_below, b_inverse, input_precision=PRECISION)
+    o_b, o_s, o_t = tl.arange(0, 4), tl.arange(0, 16), tl.arange(0, 64)
+    is_block = o_b[:, None, None, None] == o_b[None, None, :, None]
+    b_blocks = tl.sum(tl.where(is_block, tl.reshape(b_lower, [4, 16, 4, 16]), 0.0), 2)
+    b_pairs = tl.where(((o_s // 2)[:, None] == (o_s // 2)[None, :])[None, :, :], b_blocks, 0.0)
+    b_small = tl.where((o_s[:, None] == o_s[None, :])[None, :, :], 1.0, b_pairs)
+    for i in tl.static_range(len(SMALL)):
+        b_below = tl.where(is_below(o_s, SMALL[i])[None, :, :], b_blocks, 0.0)
+        b_small = joined(b_small, b_below, INNER, PRECISION)
+    b_inverse = tl.reshape(tl.where(is_block, b_small[:, :, None, :], 0.0), [64, 64])
+    for i in tl.static_range(len(LARGE)):
+        b_inverse = joined(b_inverse, tl.where(is_below(o_t, LARGE[i]), b_lower, 0.0), INNER, PRECISION)
     return b_inverse
 
 
@@ -159,7 +180,8 @@ def chunk_solve_kernel(
     tl.store(scores_ptr + o_chunk[:, None] * CHUNK + o_t[None, :], b_scores.to(TYPE))
     b_products = tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION) * b_decay
     b_lower = tl.where(o_t[:, None] > o_t[None, :], -b_beta[:, None] * b_products, 0.0)
-    b_rows = inverse(b_lower, CHUNK, PRECISION) * b_beta[None, :]
+    INNER: tl.constexpr = tl.float16 if TYPE.primitive_bitwidth == 16 else tl.float32
+    b_rows = inverse(b_lower, CHUNK, INNER, PRECISION) * b_beta[None, :]
     b_forgotten = tl.dot((b_rows * tl.exp(b_kept)[None, :]).to(TYPE), b_k, input_precision=PRECISION)
     p_forgotten = forgotten_ptr + o_chunk[:, None] * DK + o_k[None, :]
     tl.store(p_forgotten, b_forgotten.to(TYPE), mask=(o_k < DK)[None, :])

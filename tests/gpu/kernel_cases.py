@@ -10,7 +10,6 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor

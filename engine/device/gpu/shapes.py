@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from qkv_engine.kernels.paged_decode.split import (
-    DEEP_ITEMS,
     SHORT_ITEM,
     Bounds,
     choose_split,
+    has_deep_items,
     most_items,
     window_blocks,
 )
@@ -109,7 +109,7 @@ def _short(others: int, batch: int) -> Bounds:
     """The launch shape for ``others`` items on other rungs than the first, where items are short."""
     first = max(LEAST_ITEMS, SHORT * batch)
     most = _rounded_up(max(first, others), batch, batch > FEW_REQUESTS) if others else 0
-    return Bounds(first, most, is_short=True, is_deep=0 < others <= DEEP_ITEMS and batch <= FEW_REQUESTS)
+    return Bounds(first, most, is_short=True, is_deep=batch <= FEW_REQUESTS and has_deep_items(others, batch))
 
 
 def _steady(bounds: Bounds) -> Bounds:

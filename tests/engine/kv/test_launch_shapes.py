@@ -26,7 +26,7 @@ SHAPES = LaunchShapes(num_kv_heads=8, head_dim=128, num_multiprocessors=132)
         ([8], 1, (1, Bounds(64, 0))),
         ([65], 1, (4, Bounds(64, 0))),  # fewer parts to merge
         ([1024], 1, (16, Bounds(64, 0))),
-        ([2, 63, 0], 1, (4, Bounds(64, 64, True, is_deep=True))),
+        ([2, 63, 0], 1, (4, Bounds(64, 64, True))),
         ([32, 16 * 14], 16, (4, Bounds(64, 128, True, is_deep=True))),  # room for two pages a program
         ([32, 16 * 24], 16, (4, Bounds(64, 128, True))),
         ([256, 40], 128, (1, Bounds(256, 256, True))),  # few only for now
@@ -36,7 +36,7 @@ SHAPES = LaunchShapes(num_kv_heads=8, head_dim=128, num_multiprocessors=132)
         ([128, 64 * 43, 64 * 20], 64, (16, Bounds(128, 512, True))),  # one bound for all but the first rung
         ([512, 256 * 128], 256, (32, Bounds(512, 1536, True))),  # many requests: finer bounds
         ([64 * 30, 64 * 33], 64, (16, Bounds(256, 256))),
-        ([0, 8], 1, (1, Bounds(64, 64, True, is_deep=True))),
+        ([0, 8], 1, (1, Bounds(64, 64, True))),
     ],
 )
 def test_attention_is_split_into_enough_items(counts: list[int], num_decodes: int, expected: tuple[int, Bounds]):
