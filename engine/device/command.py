@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from itertools import chain
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from qkv_engine.kernels.block_tables import pack_tokens
 
@@ -61,24 +61,29 @@ class StepCommand(msgspec.Struct, frozen=True, gc=False, tag="step"):
 class Tokens(NamedTuple):
     """Ids, positions and rows of the tables of some tokens of a step."""
 
-    ids: list[int]
-    positions: list[int]
-    rows: list[int]
+    ids: array[int]
+    positions: array[int]
+    rows: array[int]
 
     @classmethod
-    def of(cls, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int], ids: list[int]) -> Tokens:
+    def single(cls, rows: Sequence[int] = (), positions: Sequence[int] = (), ids: Sequence[int] = ()) -> Tokens:
+        """Single tokens, or none."""
+        return cls(array("q", ids), array("q", positions), array("q", rows))
+
+    @classmethod
+    def of(cls, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int], ids: Sequence[int]) -> Tokens:
         """Runs of tokens, each of one row from its start on, one after another."""
-        found = cls(ids, [], [])
+        found = cls(array("q", ids), array("q"), array("q"))
         for row, start, length in zip(rows, starts, lengths, strict=True):
-            found.positions.extend(range(start, start + length))
-            found.rows.extend([row] * length)
+            found.positions.frombytes(np.arange(start, start + length, dtype=np.int64).tobytes())
+            found.rows.extend(array("q", [row]) * length)
         return found
 
     def padded(self, number: int, spare_row: int) -> Tokens:
         """The tokens followed by padding, ``number`` in all."""
-        padding = number - len(self.ids)
-        return Tokens(self.ids + [0] * padding, self.positions + [-1] * padding, self.rows + [spare_row] * padding)
+        padding = (array("q", [word]) * (number - len(self.ids)) for word in (0, -1, spare_row))
+        return Tokens(*(column + more for column, more in zip(self, padding, strict=True)))
 
     def packed(self, *others: Tokens) -> array[int]:
         """The words of the tokens and of ``others`` behind them, as a step's input wants them."""
-        return pack_tokens(*(list(chain(*column)) for column in zip(self, *others, strict=True)))
+        return pack_tokens(*(sum(column[1:], column[0]) for column in zip(self, *others, strict=True)))

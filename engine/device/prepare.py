@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 
@@ -43,7 +44,7 @@ class StepMaker:
             rows=table_rows,
             starts=[item.start for item in items],
             lengths=[item.num_tokens for item in items],
-            ids=[token_id for item in items for token_id in _token_ids(item)],
+            ids=list(chain.from_iterable(map(_token_ids, items))),
             sampling=sampling,
             tables=found,
             prompt_scores=[] if steady.is_decode else _prompt_scores(items),

@@ -53,7 +53,7 @@ def pack_tokens(ids: Sequence[int], positions: Sequence[int], rows: Sequence[int
     An id of -1 stands for the token sampled last for that row, which may be on the device alone. Padding has position
     -1 in every step.
     """
-    return array("q", [*ids, *positions, *rows])
+    return array("q", ids) + array("q", positions) + array("q", rows)
 
 
 def pack_input(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import torch
 from torch import Tensor
 
@@ -69,9 +71,10 @@ class CpuSteps:
         num_rows = padded_rows(self._num_tokens, self._ids.device)
         if self._order is not None:
             self._places = torch.cat((self._order.argsort(), torch.arange(self._num_tokens, num_rows)))
-        padding = [0] * (num_rows - self._num_tokens)
+        padding = array("q", [0]) * (num_rows - self._num_tokens)
         self._is_padded = bool(padding)
-        self._ids, self._positions = torch.tensor(tokens.ids + padding), torch.tensor(tokens.positions + padding)
+        columns = (torch.frombuffer(column + padding, dtype=torch.int64) for column in (tokens.ids, tokens.positions))
+        self._ids, self._positions = columns
 
     def _go_on(self) -> None:
         self._starts = [start + 1 for start in self._starts]

@@ -102,7 +102,7 @@ class MixedSteps:
 
     def capture(self, shape: MixedShape) -> None:
         """Captures a step, which is run with padding alone."""
-        padding = Tokens([], [], []).padded(shape.num_decodes + shape.num_chunk_tokens, self._tables.spare_row)
+        padding = Tokens.single().padded(shape.num_decodes + shape.num_chunk_tokens, self._tables.spare_row)
         self._ring.send(self._tables.step_input(padding.packed()))
         for buffer in self._plans:
             buffer.clear()

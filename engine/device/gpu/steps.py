@@ -115,7 +115,7 @@ class GpuSteps:
             assert self.mixed is not None
             self.mixed.capture(shape)
             return
-        padding = Tokens([], [], []).padded(shape.batch, self.tables.spare_row)
+        padding = Tokens.single().padded(shape.batch, self.tables.spare_row)
         self._pinned.send(self.tables.step_input(padding.packed()))
         kernels = [*shape.kernels, *self.planner.window_kernels(shape.batch)]
         self._graphs.capture(shape, lambda: self._decode(shape), kernels)
@@ -141,7 +141,7 @@ class GpuSteps:
         else:
             self._batch, self._advance = padded_batch(number), 0
             self._likeliest = self._sampled[: 2 * self._batch].view(2, self._batch)
-            tokens = Tokens(command.ids, command.starts, command.rows)
+            tokens = Tokens.single(command.rows, command.starts, command.ids)
             self._tokens = tokens.padded(self._batch, self.tables.spare_row).packed()
         item_blocks, bounds = self.planner.split(number, self._batch)
         self._pinned.send(self.tables.step_input(self._tokens, self._advance, item_blocks))
@@ -158,7 +158,7 @@ class GpuSteps:
         rows, starts, lengths = command.rows, command.starts, command.lengths
         wanted = wanted_rows(command, lengths, self.device)
         number = sum(length == 1 for length in lengths)
-        decodes = Tokens(command.ids[:number], starts[:number], rows[:number])
+        decodes = Tokens.single(rows[:number], starts[:number], command.ids[:number])
         chunks = Tokens.of(rows[number:], starts[number:], lengths[number:], command.ids[number:])
         if not chunks.ids:
             return self._forward(wanted, decodes, chunks)

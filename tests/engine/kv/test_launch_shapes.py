@@ -28,6 +28,12 @@ SHAPES = LaunchShapes(num_kv_heads=8, head_dim=128, num_multiprocessors=132)
         ([1024], 1, (16, Bounds(64, 0))),
         ([2, 63, 0], 1, (4, Bounds(64, 64, True))),
         ([32, 16 * 14], 16, (4, Bounds(64, 128, True, is_deep=True))),  # room for two pages a program
+        (
+            [32, 16 * 8],
+            16,
+            (2, Bounds(64, 128, True, is_deep=True)),
+        ),  # more items than the first rung, so they go first
+        ([16, 8 * 8], 8, (1, Bounds(64, 64, True, is_deep=True))),
         ([32, 16 * 24], 16, (4, Bounds(64, 128, True))),
         ([256, 40], 128, (1, Bounds(256, 256, True))),  # few only for now
         ([65 * 32], 32, (16, Bounds(256, 0))),
