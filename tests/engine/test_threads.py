@@ -209,6 +209,7 @@ def test_a_number_that_was_asked_for_stays():
 
 def test_an_engine_tells_its_steps_to_the_choice(small_engine: Engine, monkeypatch: pytest.MonkeyPatch):
     found: list[tuple[int | None, float]] = []
+    small_engine.stats()  # the steps of other tests have been told
     monkeypatch.setattr(small_engine._loop._threads, "note", lambda *step: found.append(step))
     small_engine.generate([[5, 6, 7], [6, 7, 8]], SamplingParams(max_tokens=4, ignore_eos=True))
     small_engine.stats()  # the loop answers between steps, so after it has told the last one
