@@ -84,6 +84,7 @@ def fused() -> None:
         fused_cases.rope_kv_write(6, 2, 80, BF16, BF16, True)
         fused_cases.rope_kv_write(3, 1, 64, BF16, BF16, False)
         fused_cases.rope_kv_write(4, 2, 80, BF16, BF16, True, 20, basis=True)
+        fused_cases.cos_sin(64, has_scale=True)
 
 
 def products() -> None:
@@ -127,7 +128,7 @@ def quantized_products(device: str = "cuda") -> None:
         for name, tuning in codes.FLOAT8.items():
             assert math.isfinite(codes.scaled(19, tuning, gated=name == "splits"))
         bulk, weight = integer.BULK_TUNINGS[4][64], codes.integer_weight(166, 512, 4, 128, BF16, zeros=True)
-        assert math.isfinite(codes.product(weight, 35, BF16, codes.rounded, True, tuning=bulk))
+        assert math.isfinite(codes.product(weight, 35, BF16, codes.linear_codes, True, tuning=bulk))
         assert math.isfinite(codes.copied_rows(83, 35, True))
         assert not codes.normed_rows(300, 3, True) and not codes.gated_rows(4100, 3)
 
