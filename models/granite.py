@@ -59,10 +59,15 @@ class GraniteLayer(DecoderLayer):
         rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See ``DecoderLayer.forward``."""
-        x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, rotation, batch, rows) * self.multiplier
-        x, residual = self.post_attention_layernorm(x, taken(residual, rows))
-        return self.mlp(x) * self.multiplier, residual
+        normed, residual = self.input_layernorm(x, residual)
+        attended = self.self_attn(normed, rotation, batch, rows) * self.multiplier
+        normed, residual = self.post_attention_layernorm(attended, taken(residual, rows))
+        return self.feed_forward(normed) * self.multiplier, residual
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """What the layer adds behind attention, before it is multiplied: x and result [N, E]."""
+        out: Tensor = self.mlp(x)
+        return out
 
 
 class GraniteForCausalLM(LlamaForCausalLM):

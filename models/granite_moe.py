@@ -7,17 +7,13 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from qkv_engine.kernels.linear import SplitSums
-
-from .attention import AttentionBatch
 from .config import ModelConfig
 from .fields import Fields
 from .granite import GraniteConfig, GraniteLayer, read_granite_options
-from .layers import Matrix, taken
+from .layers import Matrix
 from .llama import MLP, LlamaForCausalLM
 from .moe import MoE, MoeConfig, read_moe
 from .ranks import ALONE, Ranks
-from .rope import Rotation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,20 +61,10 @@ class GraniteMoeLayer(GraniteLayer):
         shared = replace(config, intermediate_size=config.shared_size, fused_gate_up=True)
         self.shared_mlp = SharedMLP(shared, ranks) if config.shared_size else None
 
-    def forward(
-        self,
-        x: Tensor | SplitSums,
-        residual: Tensor | None,
-        rotation: Rotation,
-        batch: AttentionBatch,
-        rows: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """See ``DecoderLayer.forward``."""
-        x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, rotation, batch, rows) * self.multiplier
-        x, residual = self.post_attention_layernorm(x, taken(residual, rows))
-        added = self.mlp(x) if self.shared_mlp is None else self.mlp(x) + self.shared_mlp(x)
-        return added * self.multiplier, residual
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """See ``GraniteLayer.feed_forward``."""
+        added = super().feed_forward(x)
+        return added if self.shared_mlp is None else added + self.shared_mlp(x)
 
 
 class GraniteMoeForCausalLM(LlamaForCausalLM):
