@@ -60,7 +60,7 @@ def wanted_rows(command: StepCommand, lengths: list[int], device: torch.device) 
     for scores in command.prompt_scores:
         first = ends[scores.item] - lengths[scores.item]
         pieces.append(list(range(first, first + len(scores.targets))))
-    if pieces == [list(range(ends[-1]))]:
+    if len(pieces) == 1 and len(pieces[0]) == ends[-1] and pieces[0] == list(range(ends[-1])):
         return None
     rows = [row for piece in pieces for row in _padded(piece, device)] or [0]
     return to_device(torch.tensor(_padded(rows, device)), device)
