@@ -27,6 +27,8 @@ from qkv_engine.serving.submission import Submission
 from qkv_engine.startup import start
 from studies.kernels.inputs import dense_page, uniform_page
 
+from .test_wanted_rows import all_then_some
+
 gpu = pytest.mark.gpu
 LENGTHS = [5, 300, 40, 1, 129, 700, 64, 20]
 OUTPUTS = [40, 5, 200, 17, 90, 30, 1, 150]
@@ -94,18 +96,12 @@ def serve(
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
 
 
-def all_rows(model: Any, input_ids: Any, positions: Any, batch: Any, rows: Any) -> Any:
-    """``compute_hidden`` that leaves no token out."""
-    hidden = model(input_ids, positions, batch)
-    return hidden if rows is None else hidden[rows]
-
-
 @gpu
 @pytest.mark.parametrize("kv", ["bf16", "int4", "kivi-2", "patternkv", "auto"])
 @pytest.mark.parametrize("memory", ["1GiB", "9MiB"])
 def test_graphs_do_not_change_tokens(kv: str, memory: str, monkeypatch: pytest.MonkeyPatch):
     # Captured steps compute all rows. A product of fewer rounds otherwise in bfloat16, by which a tie may fall.
-    monkeypatch.setattr(steps, "compute_hidden", all_rows)
+    monkeypatch.setattr(steps, "compute_hidden", all_then_some)
     captured, core = serve(GREEDY, kv=kv, kv_memory=memory, device="cuda")
     assert len(core.runner.backend.steps._graphs) >= 3 and core.runner.backend.steps._graphs._works
     assert core.scheduler.num_preemptions

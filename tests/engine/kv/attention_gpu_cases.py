@@ -14,7 +14,6 @@ from qkv_engine.device.gpu.attention import GpuAttentionPlanner, GpuGroupPlanner
 from qkv_engine.device.gpu.mixed import PlanBuffer, padded_chunk, padded_decodes
 from qkv_engine.device.layouts import ladder_of_layers
 from qkv_engine.device.mover import Mover
-from qkv_engine.kernels.block_tables import pack_tokens
 from qkv_engine.kernels.formats.pattern.presets import pattern_rung
 from qkv_engine.kernels.formats.uniform.presets import uniform_rung
 from qkv_engine.kernels.paged_prefill.plan import PrefillWork
@@ -131,8 +130,7 @@ def triton_step(
             chunks = [at_a_fixed_place(planner, group, work) for group, work in pairs]
     item_blocks, bounds = planner.split(num_decodes, sizes[0]) if num_decodes else (1, None)
     first, second = (part.padded(size, tables.spare_row) for part, size in zip(parts, sizes, strict=True))
-    tokens = pack_tokens(*(a + b for a, b in zip(first, second, strict=True)))
-    words = tables.step_input(tokens, item_blocks=item_blocks)
+    words = tables.step_input(first.packed(second), item_blocks=item_blocks)
     step_input = torch.frombuffer(words, dtype=torch.int64)
     places, total = list[int](), 0
     for part, size in zip(parts, sizes, strict=True):

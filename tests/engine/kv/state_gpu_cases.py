@@ -12,7 +12,6 @@ from qkv_engine.device.cpu.states import CpuStatePlanner
 from qkv_engine.device.gpu.attention import GpuAttentionPlanner
 from qkv_engine.device.layouts import ladder_of_layers
 from qkv_engine.device.mover import Mover
-from qkv_engine.kernels.block_tables import pack_tokens
 from qkv_engine.kernels.delta_net import DeltaWeights, StateSpec
 from qkv_engine.kernels.delta_net.formats import decode
 from qkv_engine.kernels.formats.pattern.presets import pattern_rung
@@ -127,9 +126,7 @@ def begin(planner: GpuAttentionPlanner, columns: tuple[list[int], list[int], lis
     num_single = number + (padding if number else 0)
     first = first.padded(num_single, tables.spare_row)
     item_blocks, bounds = planner.split(number, num_single) if number else (1, None)
-    words = tables.step_input(
-        pack_tokens(*(a + b for a, b in zip(first, second, strict=True))), item_blocks=item_blocks
-    )
+    words = tables.step_input(first.packed(second), item_blocks=item_blocks)
     chunks, states = None, None
     if second.ids:
         later = rows[number:], starts[number:], counts[number:]
