@@ -6,20 +6,31 @@ import triton
 import triton.language as tl
 
 from .format_kernels import conv_of, load_state, store_state
-from .step_kernels import log_kept, silu, unit
+from .step_kernels import LOG2_E, log_kept, silu, unit
+
+
+@triton.jit
+def load_rows(x_ptr, stride_x, o_c, is_there, first, end, ROWS: tl.constexpr):
+    """Rows of x from ``first`` on, as a tuple; zeros from ``end`` on."""
+    rows = ()
+    for r in tl.static_range(ROWS):
+        p_x = x_ptr + tl.full([1, 1], first + r, tl.int64) * stride_x + o_c
+        rows += (tl.load(p_x, mask=is_there > tl.where(first + r < end, 0, 1), other=0.0),)  # type: ignore[assignment]
+    return rows
 
 
 @triton.jit
 def conv_chunk_kernel(
     memory_ptr, x_ptr, weight_ptr, words_ptr, items_ptr, chunks_ptr, out_ptr, stride_x,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, W: tl.constexpr, CONVS: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The short convolution of a chunk: heads of q and k, which come out with length 1, or as many channels of v.
 
-    q is scaled by the root of 1 / DK as well. Each row is loaded once, ROWS of them at a time, and its last W - 1 stay.
+    q is scaled by the root of 1 / DK as well. Each row is loaded once: ROWS of them while those before are computed,
+    of which the last W - 1 stay.
     Shapes:  x [N, C], rows ``stride_x`` apart;  weight [C, W];  words [I];  items [I, 4];  chunks [M, 3];
-             out [N, C];  conv, ``CONVS`` bytes into a state: [C, W - 1]
+             out [M, CHUNK, C], zeros behind a chunk's tokens;  conv, ``CONVS`` bytes into a state: [C, W - 1]
     Grid:    (cdiv(2 HK, HEADS) + cdiv(HV DV, HEADS BLOCK_K), M); BLOCK_K is at least DK
     """
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
@@ -52,13 +63,11 @@ def conv_chunk_kernel(
         b_new = tl.load(x_ptr + row.to(tl.int64) * stride_x + o_c, mask=m_new, other=0.0)
         b_old = tl.load(p_state + (row - begin + (W - 1)), mask=m_old, other=0.0)
         before += (tl.where(row < begin, b_old, b_new),)  # type: ignore[assignment]
-    end = first + number
-    for start in range(first, end, ROWS):
-        rows = before
-        for r in tl.static_range(ROWS):
-            p_x = x_ptr + tl.full([1, 1], start + r, tl.int64) * stride_x + o_c
-            m_x = is_there > tl.where(start + r < end, 0, 1)
-            rows += (tl.load(p_x, mask=m_x, other=0.0),)  # type: ignore[assignment]
+    p_out = out_ptr + tl.program_id(1).to(tl.int64) * (CHUNK * C) + o_c
+    coming = load_rows(x_ptr, stride_x, o_c, is_there, first, first + number, ROWS)
+    for start in range(0, number, ROWS):
+        rows = before + coming
+        coming = load_rows(x_ptr, stride_x, o_c, is_there, first + start + ROWS, first + number, ROWS)
         for r in tl.static_range(ROWS):
             b_sum = tl.zeros([HEADS, BLOCK_K], dtype=tl.float32)
             for i in tl.static_range(W):
@@ -66,11 +75,12 @@ def conv_chunk_kernel(
             b_out = silu(b_sum).to(DTYPE)
             if is_head:
                 b_out = (unit(b_out.to(tl.float32)) * factor).to(DTYPE)
-            p_out = out_ptr + tl.full([1, 1], start + r, tl.int64) * C + o_c
-            tl.store(p_out, b_out, mask=is_there > tl.where(start + r < end, 0, 1))
+            tl.store(p_out + (start + r) * C, b_out, mask=is_there > tl.where(start + r < number, 0, 1))
         before = ()
         for i in tl.static_range(W - 1):
             before += (rows[ROWS + i],)  # type: ignore[assignment]
+    for r in range(number, CHUNK):
+        tl.store(p_out + r * C, tl.zeros([HEADS, BLOCK_K], DTYPE), mask=is_there > 0)
 
 
 @triton.jit
@@ -143,66 +153,57 @@ def inverse(b_lower, CHUNK: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.con
 
 @triton.jit
 def chunk_solve_kernel(
-    x_ptr, b_ptr, a_ptr, decay_ptr, dt_bias_ptr, chunks_ptr, written_ptr, forgotten_ptr, scores_ptr, kept_ptr,
-    stride_gate,
+    x_ptr, b_ptr, a_ptr, decay_ptr, dt_bias_ptr, chunks_ptr, solved_ptr, scores_ptr, kept_ptr, stride_gate,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """All of a chunk that does not depend on the state before it.
+    """All of a chunk that depends neither on the state before it nor on its values.
 
-    It writes ``written - forgotten S`` to a state S: the rows of (I + lower(beta K K' D))^-1, applied to beta V and to
-    beta exp(G) K; see ``cpu.delta_rule``. Its outputs see its own writes by ``scores`` = lower(Q K' D).
-    Shapes:  x [N, 2 HK DK + HV DV], of ``conv_chunk_kernel``;  b, a [N, HV], rows ``stride_gate`` apart;
-             chunks [M, 3];  written [M, HV, CHUNK, DV];  forgotten [M, HV, CHUNK, DK];
-             scores [M, HV, CHUNK, CHUNK];  kept [M, HV, CHUNK] float32, G, the log of what a state keeps up to a token
+    It writes ``solved (V - 2^G K S)`` to a state S, with ``solved`` = (I + lower(beta K K' D))^-1 beta; see
+    ``cpu.delta_rule``. Its outputs see its own writes by ``scores`` = lower(Q K' D).
+    Shapes:  x [M, CHUNK, 2 HK DK + HV DV], of ``conv_chunk_kernel``;  b, a [N, HV], rows ``stride_gate`` apart;
+             chunks [M, 3];  solved, scores [M, HV, CHUNK, CHUNK];
+             kept [M, HV, CHUNK] float32, G, the log of base 2 of what a state keeps up to a token
     Grid:    (M * HV,)
     """
     i_m, i_h = (tl.program_id(0) // HV).to(tl.int64), tl.program_id(0) % HV
     first, number = tl.load(chunks_ptr + i_m * 3), tl.load(chunks_ptr + i_m * 3 + 1)
-    o_t, o_k, o_v = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
-    o_row, m_t = (first + o_t).to(tl.int64), o_t < number
-    m_k = m_t[:, None] & (o_k < DK)[None, :]
-    p_x = x_ptr + o_row[:, None] * (2 * HK * DK + HV * DV)
+    o_t, o_k = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    m_t, m_k = o_t < number, (o_k < DK)[None, :]
+    p_x = x_ptr + (i_m * CHUNK + o_t)[:, None] * (2 * HK * DK + HV * DV)
     p_q = p_x + i_h // (HV // HK) * DK + o_k[None, :]
     b_q = tl.load(p_q, mask=m_k, other=0.0)
     b_k = tl.load(p_q + HK * DK, mask=m_k, other=0.0)
     TYPE: tl.constexpr = x_ptr.dtype.element_ty
-    o_gate = o_row * stride_gate + i_h
+    o_gate = (first + o_t).to(tl.int64) * stride_gate + i_h
     b_beta = 1.0 / (1.0 + tl.exp(-tl.load(b_ptr + o_gate, mask=m_t, other=0.0).to(tl.float32)))
     b_beta = tl.where(m_t, b_beta, 0.0)
     decay, dt_bias = tl.load(decay_ptr + i_h), tl.load(dt_bias_ptr + i_h)
-    b_kept = tl.cumsum(tl.where(m_t, log_kept(tl.load(a_ptr + o_gate, mask=m_t, other=0.0), decay, dt_bias), 0.0), 0)
+    b_kept = tl.where(m_t, log_kept(tl.load(a_ptr + o_gate, mask=m_t, other=0.0), decay, dt_bias), 0.0)
+    b_kept = tl.cumsum(b_kept * LOG2_E, 0)
     o_chunk = (i_m * HV + i_h) * CHUNK + o_t
     tl.store(kept_ptr + o_chunk, b_kept)
     is_seen = o_t[:, None] >= o_t[None, :]
-    b_decay = tl.exp(tl.where(is_seen, b_kept[:, None] - b_kept[None, :], -float("inf")))
+    b_decay = tl.exp2(tl.where(is_seen, b_kept[:, None] - b_kept[None, :], -float("inf")))
     b_scores = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * b_decay
     tl.store(scores_ptr + o_chunk[:, None] * CHUNK + o_t[None, :], b_scores.to(TYPE))
     b_products = tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION) * b_decay
     b_lower = tl.where(o_t[:, None] > o_t[None, :], -b_beta[:, None] * b_products, 0.0)
     INNER: tl.constexpr = tl.float16 if TYPE.primitive_bitwidth == 16 else tl.float32
-    b_rows = inverse(b_lower, CHUNK, INNER, PRECISION) * b_beta[None, :]
-    b_forgotten = tl.dot((b_rows * tl.exp(b_kept)[None, :]).to(TYPE), b_k, input_precision=PRECISION)
-    p_forgotten = forgotten_ptr + o_chunk[:, None] * DK + o_k[None, :]
-    tl.store(p_forgotten, b_forgotten.to(TYPE), mask=(o_k < DK)[None, :])
-    b_rows = b_rows.to(TYPE)
-    for start in range(0, DV, BLOCK_V):
-        m_v = (start + o_v < DV)[None, :]
-        p_v = p_x + 2 * HK * DK + i_h * DV + start + o_v[None, :]
-        b_v = tl.load(p_v, mask=m_t[:, None] & m_v, other=0.0)
-        b_written = tl.dot(b_rows, b_v, input_precision=PRECISION)
-        tl.store(written_ptr + o_chunk[:, None] * DV + start + o_v[None, :], b_written.to(TYPE), mask=m_v)
+    b_solved = inverse(b_lower, CHUNK, INNER, PRECISION) * b_beta[None, :]
+    tl.store(solved_ptr + o_chunk[:, None] * CHUNK + o_t[None, :], b_solved.to(TYPE))
 
 
 @triton.jit
 def chunk_scan_kernel(
-    memory_ptr, x_ptr, words_ptr, items_ptr, written_ptr, forgotten_ptr, scores_ptr, kept_ptr, out_ptr,
+    memory_ptr, x_ptr, words_ptr, items_ptr, solved_ptr, scores_ptr, kept_ptr, out_ptr,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     FORMATS: tl.constexpr,
 ):  # fmt: skip
     """Some columns of one value head's state pass all chunks of a request, which read it and write it.
 
+    All is transposed: what comes from the state is the left side of products, and never leaves the registers.
     Shapes:  as in ``chunk_solve_kernel``;  words [I];  items [I, 4];  out [N, HV, DV]
              recurrent: see ``load_state``; it is rounded once, behind the last chunk
     Grid:    (I * HV * cdiv(DV, BLOCK_V),)
@@ -217,24 +218,26 @@ def chunk_scan_kernel(
     word = tl.load(words_ptr + item)
     TYPE: tl.constexpr = x_ptr.dtype.element_ty
     b_state = load_state(memory_ptr, word, i_h, o_k, o_v, tl.where(is_first == 0, DK, 0), DV, DK, DV, FORMATS)
+    b_state = tl.trans(b_state)
     for i in tl.range(0, (number + CHUNK - 1) // CHUNK, num_stages=STAGES):
-        m_t = (i * CHUNK + o_t < number)[:, None]
-        o_row = (first + i * CHUNK + o_t).to(tl.int64)[:, None]
-        p_chunk = ((i_m + i).to(tl.int64) * HV + i_h) * CHUNK
-        o_chunk = p_chunk + o_t[:, None]
-        p_q = x_ptr + o_row * (2 * HK * DK + HV * DV) + i_h // (HV // HK) * DK + o_k[None, :]
-        b_q = tl.load(p_q, mask=m_t & m_k, other=0.0)
-        b_k = tl.load(p_q + HK * DK, mask=m_t & m_k, other=0.0)
-        b_forgotten = tl.load(forgotten_ptr + o_chunk * DK + o_k[None, :], mask=m_k, other=0.0)
-        b_written = tl.load(written_ptr + o_chunk * DV + o_v[None, :], mask=m_v, other=0.0)
-        b_scores = tl.load(scores_ptr + o_chunk * CHUNK + o_t[None, :])
-        b_kept, last = tl.load(kept_ptr + p_chunk + o_t), tl.load(kept_ptr + p_chunk + CHUNK - 1)
-        b_narrow = b_state.to(TYPE)
-        b_new = b_written.to(tl.float32) - tl.dot(b_forgotten, b_narrow, input_precision=PRECISION)
-        b_out = tl.dot(b_q, b_narrow, input_precision=PRECISION) * tl.exp(b_kept)[:, None]
-        b_out = tl.dot(b_scores, b_new.to(TYPE), b_out, input_precision=PRECISION)
-        b_new = (b_new * tl.exp(last - b_kept)[:, None]).to(TYPE)
-        b_state = tl.dot(tl.trans(b_k), b_new, b_state * tl.exp(last), input_precision=PRECISION)
-        p_out = out_ptr + (o_row * HV + i_h) * DV + o_v[None, :]
-        tl.store(p_out, b_out.to(TYPE), mask=m_t & m_v)
-    store_state(memory_ptr, word, b_state, i_h, o_k, o_v, DK, DV, DK, DV, FORMATS)
+        chunk = (i_m + i).to(tl.int64)
+        p_x = x_ptr + (chunk * CHUNK + o_t)[:, None] * (2 * HK * DK + HV * DV)
+        p_q = p_x + i_h // (HV // HK) * DK + o_k[None, :]
+        b_q = tl.load(p_q, mask=m_k, other=0.0)
+        b_k = tl.load(p_q + HK * DK, mask=m_k, other=0.0)
+        b_v = tl.load(p_x + 2 * HK * DK + i_h * DV + o_v[None, :], mask=m_v, other=0.0)
+        p_kept = kept_ptr + (chunk * HV + i_h) * CHUNK
+        o_square = (chunk * HV + i_h) * (CHUNK * CHUNK) + o_t[:, None] * CHUNK + o_t[None, :]
+        b_solved, b_scores = tl.load(solved_ptr + o_square), tl.load(scores_ptr + o_square)
+        b_kept, last = tl.load(p_kept + o_t), tl.load(p_kept + CHUNK - 1)
+        b_narrow, b_left = b_state.to(TYPE), tl.exp2(b_kept)[None, :]
+        b_new = tl.dot(tl.trans(b_v), tl.trans(b_solved), input_precision=PRECISION)
+        b_seen = tl.dot(b_narrow, tl.trans(b_k), input_precision=PRECISION) * -b_left
+        b_out = tl.dot(b_narrow, tl.trans(b_q), input_precision=PRECISION) * b_left
+        b_new = tl.dot(b_seen.to(TYPE), tl.trans(b_solved), b_new, input_precision=PRECISION)
+        b_out = tl.dot(b_new.to(TYPE), tl.trans(b_scores), b_out, input_precision=PRECISION)
+        b_new = (b_new * tl.exp2(last - b_kept)[None, :]).to(TYPE)
+        b_state = tl.dot(b_new, b_k, b_state * tl.exp2(last), input_precision=PRECISION)
+        o_row, m_t = (first + i * CHUNK + o_t).to(tl.int64)[:, None], (i * CHUNK + o_t < number)[:, None]
+        tl.store(out_ptr + (o_row * HV + i_h) * DV + o_v[None, :], tl.trans(b_out.to(TYPE)), mask=m_t & m_v)
+    store_state(memory_ptr, word, tl.trans(b_state), i_h, o_k, o_v, DK, DV, DK, DV, FORMATS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 
@@ -9,6 +11,7 @@ from ..overlap import let_next_start, wait_for_previous
 from .format_kernels import conv_of, load_state, store_state
 
 NORM_EPS = tl.constexpr(1e-6)  # as in reference.py
+LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
@@ -34,7 +37,8 @@ def log_kept(b_a, decay, dt_bias):
 @triton.jit
 def silu(b_x):
     """``x sigmoid(x)`` of float32."""
-    return b_x / (1.0 + tl.exp(-b_x))
+    b_root = tl.rsqrt(1.0 + tl.exp2(b_x * -LOG2_E))  # squared: half the instructions of exp and a division
+    return b_x * b_root * b_root
 
 
 @triton.jit

@@ -21,15 +21,15 @@ from .state import DeltaWeights, StateSpec
 from .step_kernels import conv_step_kernel, delta_step_kernel, gated_norm_kernel
 
 CONV_TILE = 256  # channels of a program
-CONV_CHANNELS, CONV_ROWS = 512, 8  # of chunks: 4 channels of 8 rows a thread under way
-STEP_COLUMNS, SOLVE_COLUMNS = 32, 64  # of a head's values
+CONV_CHANNELS, CONV_ROWS = 512, 4  # of chunks: 8 channels of 4 rows a thread under way
+STEP_COLUMNS = 32  # of a head's values
 # Value heads of a step's requests from which on each program has a whole one, and norms it. Fewer programs would leave
 # multiprocessors idle (a Hopper has 132): up to 3 requests of 32 heads have cut ones, and the norm as a launch.
 WHOLE_HEADS = 128
 WHOLE_ELEMENTS = 128 * 128  # most of a head's state that the registers of 4 warps hold
-SOLVE_REGISTERS = 168  # a thread: three programs then fit a multiprocessor of Hopper, which is worth some spills
-# By the bytes of an element. In 16 bits never fewer: on an H200 products of 128 rows and 32 columns gave wrong sums
-# (Triton 3.6). In 32 bits more do not fit registers.
+SOLVE_REGISTERS = 128  # a thread: four programs then fit a multiprocessor of Hopper, which is worth some spills
+# By the bytes of an element. In 16 bits not fewer: they are the rows of a product, of which Hopper's have at least 64.
+# In 32 bits more do not fit registers.
 SCAN_COLUMNS = {2: 64, 4: 32}
 MAX_STAGED_KEYS = 128  # key channels of a head: three stages of wider ones do not fit shared memory
 ELEMENT = {FLOAT32: tl.float32, INT16: tl.int16, INT8: tl.int8}
@@ -91,10 +91,9 @@ def delta_net_chunk_triton(
     _check(qkv, z, b, a, out)
     spec = weights.spec
     words, items, chunks = work.words[layer], work.items, work.chunks
-    mixed, dims = _empty_like_rows(qkv), (spec.num_v_heads, CHUNK)
-    written = qkv.new_empty(len(chunks), *dims, spec.v_dim)
-    forgotten = qkv.new_empty(len(chunks), *dims, spec.k_dim)
-    scores = qkv.new_empty(len(chunks), *dims, CHUNK)
+    mixed, dims = qkv.new_empty(len(chunks), CHUNK, spec.num_channels), (spec.num_v_heads, CHUNK)
+    solved = qkv.new_empty(len(chunks), *dims, CHUNK)
+    scores = torch.empty_like(solved)
     kept = qkv.new_empty(len(chunks), *dims, dtype=torch.float32)
     constexprs, num_warps = conv_chunk_variant(spec)
     tile = constexprs["HEADS"] * constexprs["BLOCK_K"]
@@ -108,7 +107,7 @@ def delta_net_chunk_triton(
         memory, qkv, words, items, qkv.stride(0), **constexprs, num_warps=num_warps, **FUSED
     )
     constexprs, num_warps = chunk_solve_variant(spec, qkv.dtype)
-    condensed = written, forgotten, scores, kept
+    condensed = solved, scores, kept
     large = has_large_shared(qkv.device)
     registers = {"maxnreg": SOLVE_REGISTERS} if large and qkv.element_size() == 2 else {}
     chunk_solve_kernel[(len(chunks) * spec.num_v_heads,)](
@@ -151,9 +150,9 @@ def conv_step_variant(spec: StateSpec) -> tuple[dict[str, Any], int]:
 
 def conv_chunk_variant(spec: StateSpec) -> tuple[dict[str, Any], int]:
     """Compile-time arguments and warps of ``conv_chunk_kernel``."""
-    conv = {**_heads(spec), "W": spec.conv_width, "CONVS": _conv(spec)["CONVS"]}
+    conv = {**_heads(spec), "W": spec.conv_width, "CONVS": _conv(spec)["CONVS"], "CHUNK": CHUNK}
     block = triton.next_power_of_2(spec.k_dim)
-    return {**conv, "HEADS": max(1, CONV_CHANNELS // block), "BLOCK_K": block, "ROWS": CONV_ROWS}, 4
+    return {**conv, "HEADS": max(1, CONV_CHANNELS // block), "BLOCK_K": block, "ROWS": CONV_ROWS}, 2
 
 
 def conv_state_variant(spec: StateSpec) -> tuple[dict[str, Any], int]:
@@ -179,7 +178,8 @@ def delta_step_variant(spec: StateSpec, eps: float, *, is_whole: bool) -> tuple[
 
 def chunk_solve_variant(spec: StateSpec, dtype: torch.dtype) -> tuple[dict[str, Any], int]:
     """Compile-time arguments and warps of ``chunk_solve_kernel``."""
-    return {**_heads(spec), **_blocks(spec, SOLVE_COLUMNS), "CHUNK": CHUNK, "PRECISION": _precision(dtype)}, 4
+    block = {"BLOCK_K": _blocks(spec, 1)["BLOCK_K"]}
+    return {**_heads(spec), **block, "CHUNK": CHUNK, "PRECISION": _precision(dtype)}, 4
 
 
 def chunk_scan_variant(spec: StateSpec, dtype: torch.dtype, *, large: bool) -> tuple[dict[str, Any], int]:

@@ -76,9 +76,7 @@ POINTERS |= {f"{name}_ptr": "*fp32" for name in FP32}
 POINTERS |= {"memory_ptr": "*u8"} | {
     f"{name}_ptr": "*i64" for name in ("src", "dst", "steps", "finite", "bank_steps", "windows")
 }
-POINTERS |= {
-    f"{name}_ptr": "*bf16" for name in ("z", "norm", "b", "a", "written", "forgotten", "scores")
-}  # of a gated delta-net
+POINTERS |= {f"{name}_ptr": "*bf16" for name in ("z", "norm", "b", "a", "solved", "scores")}  # of a gated delta-net
 POINTERS |= {"decay_ptr": "*fp32", "dt_bias_ptr": "*fp32", "kept_ptr": "*fp32"}
 POINTERS |= {"sums_ptr": "*i64", "positions_ptr": "*i64", "sampled_ptr": "*i64"}  # the rest are int32 or pointers to it
 UNFUSED_KERNELS = [seal_kernel, *(kernel for kernel, *_ in sample_variants(TILE))]
