@@ -36,8 +36,9 @@ def rope_kv_write_kernel(
     m_d = o_d < HALF
     m_rotated = (o_h < HQ + H)[:, None]
     m_x = (o_h < HEADS)[:, None] & m_d[None, :]
-    b_cos = tl.load(cos_ptr + i_n * D + o_d, mask=m_d, other=0.0)[None, :]
-    b_sin = tl.load(signed_sin_ptr + i_n * D + HALF + o_d, mask=m_d, other=0.0)[None, :]
+    o_angle = i_n * D + tl.broadcast_to(o_d[None, :], [TILE_H, BLOCK_D])  # a row would reach heads by shared memory
+    b_cos = tl.load(cos_ptr + o_angle, mask=m_d[None, :], other=0.0)
+    b_sin = tl.load(signed_sin_ptr + HALF + o_angle, mask=m_d[None, :], other=0.0)
     row = tl.load(rows_ptr + i_n * 2)
     stride = tl.load(rows_ptr + i_n * 2 + 1)
     if NORM:
