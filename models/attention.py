@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from qkv_engine.errors import ModelError
-from qkv_engine.kernels.linear import SplitSums, Weight
+from qkv_engine.kernels.linear import Addend, Weight
 from qkv_engine.kernels.linear.codes import BLOCK, Float8Weight
 from qkv_engine.kernels.rope_kv_write import KeyBasis
 
@@ -80,9 +80,7 @@ class Attention(Layer):
         out: Tensor = self.o_proj(self.mix(x, rotation, batch, rows))
         return out
 
-    def sums(
-        self, x: Tensor, rotation: Rotation, batch: AttentionBatch, rows: Tensor | None = None
-    ) -> Tensor | SplitSums:
+    def sums(self, x: Tensor, rotation: Rotation, batch: AttentionBatch, rows: Tensor | None = None) -> Addend:
         """See ``Layer.sums``."""
         return self.o_proj.sums(self.mix(x, rotation, batch, rows))
 

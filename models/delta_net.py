@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from qkv_engine.kernels.delta_net import DeltaWeights, StateSpec
-from qkv_engine.kernels.linear import SplitSums
+from qkv_engine.kernels.linear import Addend
 
 from .attention import AttentionBatch
 from .config import FULL, ModelConfig, read_num_layers
@@ -161,7 +161,7 @@ class DeltaNet(Layer):
         out: Tensor = self.out_proj(self.mix(x, batch, rows))
         return out
 
-    def sums(self, x: Tensor, batch: StateBatch, rows: Tensor | None = None) -> Tensor | SplitSums:
+    def sums(self, x: Tensor, batch: StateBatch, rows: Tensor | None = None) -> Addend:
         """See ``Layer.sums``."""
         return self.out_proj.sums(self.mix(x, batch, rows))
 

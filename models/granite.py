@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from qkv_engine.kernels.linear import SplitSums
+from qkv_engine.kernels.linear import Addend
 
 from .attention import AttentionBatch
 from .config import ModelConfig, read_biases, read_multiplier
@@ -52,7 +52,7 @@ class GraniteLayer(DecoderLayer):
 
     def forward(
         self,
-        x: Tensor | SplitSums,
+        x: Addend,
         residual: Tensor | None,
         rotation: Rotation,
         batch: AttentionBatch,

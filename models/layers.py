@@ -11,7 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv_engine.kernels.linear import SplitSums, Weight, linear, linear_sums, pack_weight, reads_rows
+from qkv_engine.kernels.linear import (
+    Addend,
+    LateProduct,
+    SplitSums,
+    Weight,
+    linear,
+    linear_addend,
+    pack_weight,
+    reads_rows,
+)
 from qkv_engine.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_rows, scaled_rms_norm
 
 from .ranks import Part, Ranks
@@ -35,8 +44,8 @@ class Layer(nn.Module):
     def __call__(self, *args: Any) -> Any:
         return self.forward(*args)
 
-    def sums(self, *args: Any) -> Tensor | SplitSums:
-        """``forward``, whose result nothing but an ``RMSNorm`` with a residual reads: it may add up a product's splits.
+    def sums(self, *args: Any) -> Addend:
+        """``forward``, whose result nothing but an ``RMSNorm`` with a residual reads: it may finish a product.
 
         A layer overrides it where ``forward`` ends in a ``RowParallelLinear``.
         """
@@ -228,9 +237,9 @@ class RowParallelLinear(Linear):
         out = self.ranks.sum(linear(x, self.weight))
         return out if self.bias is None else out.add_(self.bias)
 
-    def sums(self, x: Tensor) -> Tensor | SplitSums:
+    def sums(self, x: Tensor) -> Addend:
         """See ``Layer.sums``; x [M, I] -> [M, O]. Several ranks add up whole products."""
-        return linear_sums(x, self.weight, self.bias) if self.ranks.size == 1 else self.forward(x)
+        return linear_addend(x, self.weight, self.bias) if self.ranks.size == 1 else self.forward(x)
 
 
 class Norm(Layer):
@@ -260,9 +269,7 @@ class RMSNorm(Norm):
         super().__init__(name, size, eps, offset)
         self._scaled_weight: Tensor | None = None  # weight * sqrt(size), for the CPU's shorter computation
 
-    def forward(
-        self, x: Tensor | SplitSums, residual: Tensor | None, reader: Weight | None = None
-    ) -> tuple[Any, Tensor]:
+    def forward(self, x: Addend, residual: Tensor | None, reader: Weight | None = None) -> tuple[Any, Tensor]:
         """The norm of x + residual, and that sum, which overwrites the residual; all [N, E].
 
         The norm is of ``Float8Rows`` where the product with ``reader``, which alone reads it, would make such rows.
@@ -283,6 +290,9 @@ class RMSNorm(Norm):
 
     def _add_sums(self, x: SplitSums, residual: Tensor, reader: Weight | None) -> tuple[Any, Tensor]:
         norm = rms_norm_rows if reads_rows(residual, reader) else add_rms_norm
+        if isinstance(x, LateProduct):
+            assert residual is not None
+            x, residual = x.added_to(residual), None
         return norm(x, residual, self.weight, self.eps), residual
 
     def pack(self, pack_weight: Callable[[Weight], Weight] = pack_weight) -> None:

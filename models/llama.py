@@ -11,7 +11,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qkv_engine.kernels.linear import SplitSums, SteadyWeight, Weight, by_rows, linear_swiglu_for
+from qkv_engine.kernels.linear import Addend, SteadyWeight, Weight, by_rows, linear_swiglu_for
 
 from .attention import Attention, AttentionBatch
 from .config import FULL, SLIDING, ModelConfig, read_biases, read_layer_types, read_num_layers
@@ -106,7 +106,7 @@ class MLP(Layer):
         out: Tensor = self.down_proj(self.inner(x))
         return out
 
-    def sums(self, x: Tensor) -> Tensor | SplitSums:
+    def sums(self, x: Tensor) -> Addend:
         """See ``Layer.sums``."""
         return self.down_proj.sums(self.inner(x))
 
@@ -145,12 +145,12 @@ class DecoderLayer(Layer):
 
     def forward(
         self,
-        x: Tensor | SplitSums,
+        x: Addend,
         residual: Tensor | None,
         rotation: Rotation,
         batch: AttentionBatch,
         rows: Tensor | None = None,
-    ) -> tuple[Tensor | SplitSums, Tensor]:
+    ) -> tuple[Addend, Tensor]:
         """x [N, E], the addend of ``residual`` (``None``: x is the embedding) -> the same pair for the next layer.
 
         With ``rows`` [M] the pair is that of these tokens alone, [M, E]: behind attention only they are computed.

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from qkv_engine.errors import ModelError
-from qkv_engine.kernels.linear import SplitSums
+from qkv_engine.kernels.linear import Addend
 from qkv_engine.kernels.sigmoid_gate import sigmoid_gate
 
 from .attention import Attention, AttentionBatch
@@ -181,12 +181,12 @@ class HybridLayer(Layer):
 
     def forward(
         self,
-        x: Tensor | SplitSums,
+        x: Addend,
         residual: Tensor | None,
         rotation: Rotation,
         batch: StateBatch,
         rows: Tensor | None = None,
-    ) -> tuple[Tensor | SplitSums, Tensor]:
+    ) -> tuple[Addend, Tensor]:
         """See ``DecoderLayer.forward``."""
         normed, residual = self.input_layernorm(x, residual)
         if self.self_attn is None:

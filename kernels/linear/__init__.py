@@ -20,12 +20,13 @@ from .cpu import PackedWeight
 from .packed import PackedCodes, can_pack, pack
 from .packed import unpack as unpack_codes  # ``unpack`` is a module here
 from .padding import padded_rows
-from .split_sums import SplitSums
+from .split_sums import Addend, LateProduct, SplitSums
 from .steady import SteadyWeight, by_rows, pack_steadily
 
 if TYPE_CHECKING:
     from .float8_rows import Float8Rows
 
+MANY_ROWS = 1024  # whose product takes no longer if it reads the residual, and the norm behind it then writes half
 # What a linear layer may hold.
 Weight = Tensor | PackedWeight | IntegerWeight | Float8Weight | Float4Weight | PackedCodes | SteadyWeight
 
@@ -96,6 +97,14 @@ def linear_sums(x: Tensor | Float8Rows, weight: Weight, bias: Tensor | None = No
     return linear(x, weight, bias)
 
 
+def linear_addend(x: Tensor | Float8Rows, weight: Weight, bias: Tensor | None = None) -> Addend:
+    """``linear`` for a norm that adds it to the residual: in splits, or not yet computed, where that is faster."""
+    is_late = bias is None and not torch.is_grad_enabled()
+    if is_late and isinstance(weight, Tensor) and isinstance(x, Tensor) and x.is_cuda and len(x) >= MANY_ROWS:
+        return LateProduct(x, weight)
+    return linear_sums(x, weight, bias)
+
+
 def linear_swiglu(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """``swiglu(linear(x, weight, bias))``, its bits and roundings.
 
@@ -153,9 +162,11 @@ def weight_nbytes(weight: Weight) -> int:
 
 
 __all__ = [
+    "Addend",
     "Float4Weight",
     "Float8Weight",
     "IntegerWeight",
+    "LateProduct",
     "PackedCodes",
     "PackedWeight",
     "SplitSums",
@@ -164,6 +175,7 @@ __all__ = [
     "by_rows",
     "dequantize",
     "linear",
+    "linear_addend",
     "linear_sums",
     "linear_swiglu",
     "linear_swiglu_for",

@@ -11,7 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from qkv_engine.kernels.linear import SplitSums, linear, linear_sums, pack_steadily, pack_weight, reference
+from qkv_engine.kernels.linear import (
+    Addend,
+    LateProduct,
+    SplitSums,
+    linear,
+    linear_addend,
+    pack_steadily,
+    pack_weight,
+    reference,
+)
 from qkv_engine.kernels.rms_norm import add_rms_norm
 from qkv_engine.models import layers
 from qkv_engine.models.config import ModelConfig
@@ -39,20 +48,25 @@ def num_products(config: ModelConfig) -> int:
 
 
 @pytest.fixture
-def left(monkeypatch: pytest.MonkeyPatch) -> list[SplitSums]:
-    """Has layers leave every product in two splits that they may, as few rows do on a GPU: those that they left."""
-    found: list[SplitSums] = []
+def left(monkeypatch: pytest.MonkeyPatch) -> list[Addend]:
+    """Has layers leave every product that they may, as rows do on a GPU: those that they left.
 
-    def leave(x: Tensor, weight: Any, bias: Tensor | None = None) -> SplitSums:
+    By turns they are in two splits, as of few rows, and not yet computed, as of many.
+    """
+    found: list[Addend] = []
+
+    def leave(x: Tensor, weight: Any, bias: Tensor | None = None) -> Addend:
         out = linear(x, weight).float()
-        found.append(SplitSums(torch.stack((out / 4, out - out / 4)), bias))
+        late = bias is None and len(found) % 2
+        splits = SplitSums(torch.stack((out / 4, out - out / 4)), bias)
+        found.append(LateProduct(out, torch.eye(out.shape[1])) if late else splits)
         return found[-1]
 
     def add(x: Tensor | SplitSums, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         whole = reference.add_sums(x, residual.dtype) if isinstance(x, SplitSums) else x
         return add_rms_norm(whole, residual, weight, eps)
 
-    monkeypatch.setattr(layers, "linear_sums", leave)
+    monkeypatch.setattr(layers, "linear_addend", leave)
     monkeypatch.setattr(layers, "add_rms_norm", add)
     return found
 
@@ -78,12 +92,12 @@ def test_every_architecture_is_tested() -> None:
     assert {f"{family}ForCausalLM" for family in CASES} == set(FAMILIES) >= set(IN_LAYERS)
 
 
-def test_what_leaves_no_splits(left: list[SplitSums]) -> None:
+def test_what_leaves_no_splits(left: list[Addend]) -> None:
     """One of several ranks; any layer that is called; products on a CPU, and those of a deterministic engine."""
     x, weight, bias = torch.randn(16, 64), torch.randn(64, 64), torch.randn(64)
     ranks = RowParallelLinear(Part(64, 0, 128), {"o_proj": 64}, Ranks(0, 2), bias=False)
     alone = RowParallelLinear(Part.all(64), {"o_proj": 64}, Ranks(), bias=False)
     assert all(isinstance(out, Tensor) for out in (ranks.sums(x), ranks(x), alone(x))) and not left
-    assert isinstance(alone.sums(x), SplitSums)
+    assert isinstance(alone.sums(x), SplitSums) and isinstance(alone.sums(x), LateProduct)
     for packed in (weight, pack_weight(weight.clone()), pack_steadily(weight)):
-        assert torch.equal(linear_sums(x, packed, bias), linear(x, packed, bias))
+        assert torch.equal(linear_addend(x, packed, bias), linear(x, packed, bias))
