@@ -86,10 +86,13 @@ class Attention(Layer):
 
     def mix(self, x: Tensor, rotation: Rotation, batch: AttentionBatch, rows: Tensor | None = None) -> Tensor:
         """What the output projection reads: x [N, E] -> [M, HQ * D]."""
-        num_tokens = x.shape[0]
-        qkv = self.qkv_proj(x).view(num_tokens, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        attended = self.attend(qkv, rotation, batch).reshape(num_tokens, self.num_heads * self.head_dim)
-        return taken(attended, rows)
+        return taken(self.attend(self.project(x, rows), rotation, batch).flatten(1), rows)
+
+    def project(self, x: Tensor, rows: Tensor | None) -> Tensor:
+        """Heads of ``qkv_proj``: x [N, E] -> [N, heads, D]; those of queries may be undefined for all but ``rows``."""
+        queries = (self.first_head + self.num_heads) * self.head_dim
+        heads = self.qkv_proj.forward_partly(x, rows, queries)
+        return heads.view(len(heads), -1, self.head_dim)
 
     def attend(self, qkv: Tensor, rotation: Rotation, batch: AttentionBatch) -> Tensor:
         """qkv [N, HQ + 2 H, D] -> [N, HQ, D]."""

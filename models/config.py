@@ -136,6 +136,11 @@ class ModelConfig:
         )
 
     @property
+    def last_attention(self) -> int | None:
+        """The entry of ``attention`` that is the last layer's and no other's."""
+        return len(self.attention) - 1
+
+    @property
     def num_layers(self) -> int:
         """Layers with KV of their own."""
         return len(self.attention)

@@ -48,6 +48,11 @@ class HybridConfig(ModelConfig):
     kv_layers: tuple[int | None, ...]
 
     @property
+    def last_attention(self) -> int | None:
+        """See ``ModelConfig.last_attention``; None where the last layer has a state."""
+        return self.kv_layers[-1]
+
+    @property
     def head_dims(self) -> tuple[int, ...]:
         """See ``ModelConfig.head_dims``."""
         return (self.head_dim,) * len(self.kv_layers)

@@ -54,6 +54,12 @@ class Gemma4Config(ModelConfig):
         """See ``ModelConfig.head_dims``."""
         return tuple(self.attention[layer].head_dim for layer in self.kv_layers)
 
+    @property
+    def last_attention(self) -> int | None:
+        """See ``ModelConfig.last_attention``; None where the last layer reads the KV of another."""
+        last = self.kv_layers[-1]
+        return last if self.kv_layers.count(last) == 1 else None
+
 
 def read_gemma4(fields: Fields) -> ModelConfig:
     """Gemma 4, text."""

@@ -192,6 +192,19 @@ class Linear(QuantizableLayer):
         """x [M, I] -> [M, O]."""
         return linear(x, self.weight, self.bias)
 
+    def forward_partly(self, x: Tensor, rows: Tensor | None, number: int) -> Tensor:
+        """``forward``, whose first ``number`` features are computed for ``rows`` [R] of x alone; None: for all.
+
+        Those of other rows are undefined, or computed where that is no slower.
+        """
+        weight, is_plain = self.weight, isinstance(self.weight, Tensor) and self.bias is None
+        if rows is None or not is_plain or 2 * len(rows) > len(x) or torch.is_grad_enabled():
+            return self.forward(x)
+        out = x.new_empty(len(x), len(weight))
+        torch.mm(x, weight[number:].T, out=out[:, number:])
+        out[rows, :number] = linear(x[rows], weight[:number])
+        return out
+
     def checkpoint_rows(self) -> Iterator[CheckpointRows]:
         for name, rows, columns, start, _ in self.projections():
             stop, shape = start + rows.size, (rows.whole, columns.whole)
@@ -277,6 +290,9 @@ class RMSNorm(Norm):
         if isinstance(x, SplitSums):
             assert residual is not None
             return self._add_sums(x, residual, reader)
+        if isinstance(x, LateProduct):
+            assert residual is not None
+            x, residual = x.added_to(residual), None
         if self._scaled_weight is not None:
             summed = x if residual is None else residual.add_(x)
             return scaled_rms_norm(summed, self._scaled_weight, self.eps), summed
@@ -290,9 +306,6 @@ class RMSNorm(Norm):
 
     def _add_sums(self, x: SplitSums, residual: Tensor, reader: Weight | None) -> tuple[Any, Tensor]:
         norm = rms_norm_rows if reads_rows(residual, reader) else add_rms_norm
-        if isinstance(x, LateProduct):
-            assert residual is not None
-            x, residual = x.added_to(residual), None
         return norm(x, residual, self.weight, self.eps), residual
 
     def pack(self, pack_weight: Callable[[Weight], Weight] = pack_weight) -> None:

@@ -113,8 +113,7 @@ class GatedAttention(Attention):
 
     def mix(self, x: Tensor, rotation: Rotation, batch: AttentionBatch, rows: Tensor | None = None) -> Tensor:
         """See ``Attention.mix``."""
-        heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
-        gate, qkv = heads.tensor_split((self.first_head,), 1)
+        gate, qkv = self.project(x, rows).tensor_split((self.first_head,), 1)
         gate = taken(gate.flatten(1), rows)  # not last: ``sigmoid_gate`` reads it while the kernel before still runs
         attended = taken(self.attend(qkv, rotation, batch).flatten(1), rows)
         return sigmoid_gate(attended, gate)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from qkv_engine.kernels.linear import padded_rows
-from qkv_engine.kernels.to_device import to_device
 from qkv_engine.models.attention import AttentionBatch
 from qkv_engine.models.config import ModelConfig
 from qkv_engine.models.ranks import Ranks
@@ -49,7 +48,7 @@ class Computed(NamedTuple):
 
 
 def wanted_rows(command: StepCommand, lengths: list[int], device: torch.device) -> Tensor | None:
-    """Places [M] int64, on ``device``, of the tokens that the results of ``command`` are read from.
+    """Places [M] int64, on the host, of the tokens that the results of ``command`` are read from on ``device``.
 
     First those that sample, then those of each of ``prompt_scores``: pieces that ``read_hidden`` reads one by one. Each
     is padded to the rows of a fast product, and so are all together; where nothing is asked there is a single row.
@@ -63,7 +62,7 @@ def wanted_rows(command: StepCommand, lengths: list[int], device: torch.device) 
     if len(pieces) == 1 and len(pieces[0]) == ends[-1] and pieces[0] == list(range(ends[-1])):
         return None
     rows = [row for piece in pieces for row in _padded(piece, device)] or [0]
-    return to_device(torch.tensor(_padded(rows, device)), device)
+    return torch.tensor(_padded(rows, device))
 
 
 def compute_hidden(

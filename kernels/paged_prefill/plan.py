@@ -111,6 +111,14 @@ class PrefillWork:
             None if window is None else positions.flatten().int(),
             tuple(map(tuple, in_chunks)),
         ).to(device)
+    def of_rows(self, rows: Tensor) -> PrefillWork:
+        """The plan, on the host, of the tiles alone that have any of the rows [M] of q."""
+        tiles, ascending = self.tiles.numpy(), np.sort(rows.numpy())
+        before, behind = (np.searchsorted(ascending, edge) for edge in (tiles[:, 0], tiles[:, 0] + tiles[:, 1]))
+        asked = before < behind
+        runs = self.runs.numpy().compress(asked, axis=1)  # in order of memory
+        return replace(self, tiles=torch.from_numpy(tiles[asked]), runs=torch.from_numpy(runs))
+
 
     def to(self, device: torch.device) -> PrefillWork:
         """The same plan on another device."""

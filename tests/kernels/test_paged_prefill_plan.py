@@ -32,6 +32,10 @@ def test_heaviest_tiles_start_first() -> None:
     assert work.rungs == (0, 1) and work.blocks[1].tolist() == [7]
 
 
+    some = work.of_rows(torch.tensor([72, 31, -1, 31]))
+    assert some.tiles.tolist() == [[65, 8, 332], [0, 32, 0]]
+    assert some.runs.tolist() == work.runs[:, [0, 3]].tolist() and some.blocks is work.blocks
+    assert not len(work.of_rows(torch.tensor([-1, 73])).tiles)
 def test_a_run_begins_with_the_first_block_of_a_window() -> None:
     """Tokens 300 to 340 with a window of 130 over blocks of 128 tokens: the first one's entry is not read."""
     work = PrefillWork.build(

@@ -22,6 +22,9 @@ MISTRAL = SHAPES["mistral-7b"]
 QWEN3 = SHAPES["qwen3-8b"]
 QWEN2 = {**QWEN3, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 GEMMA = SHAPES["gemma-3-12b"]["text_config"]
+HYBRID = SHAPES["qwen3.5-4b"]["text_config"] | {"architectures": ["Qwen3_5ForCausalLM"]}
+SIZES = {"num_hidden_layers": 12, "num_attention_heads": 8, "hidden_size": 2048, "intermediate_size": 8192}
+GEMMA4 = SIZES | {"architectures": ["Gemma4ForCausalLM"], "vocab_size": 262_144}
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
 # parameters of the released models
@@ -44,6 +47,20 @@ PARAMETERS = {
     "qwen3.5-27b": 26_895_998_464,
     "qwen3-next-80b-a3b": 79_674_391_296,  # without the layers that predict further tokens
 }
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        (LLAMA, 31),
+        (HYBRID, 7),
+        (HYBRID | {"layer_types": ["full_attention"] * 31 + ["linear_attention"]}, None),
+        (GEMMA4, 11),
+        (GEMMA4 | {"num_kv_shared_layers": 1}, None),
+    ],
+)
+def test_the_last_layer_may_share_kv_or_have_a_state(fields: dict[str, object], expected: int | None):
+    assert config_from_hf(fields).last_attention == expected
 
 
 def test_reads_llama():

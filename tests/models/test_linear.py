@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from qkv_engine.kernels.linear import cpu, linear, linear_swiglu, pack_weight, padded_rows
+from qkv_engine.models import layers
 from qkv_engine.models.layers import Linear, RMSNorm
 
 SIZES = [(1, 1, 1), (1, 64, 32), (2, 7, 13), (3, 256, 1408), (33, 704, 256), (129, 65, 127), (0, 16, 8)]
@@ -63,6 +66,40 @@ def test_packing_frees_the_original_and_keeps_a_shared_one():
     assert torch.allclose(layer(x), expected, atol=1e-6)
     assert not list(layer.parameters()) or layer.weight is table
     assert table.shape == (6, 5) and torch.allclose(F.linear(x, table), expected)
+
+
+@pytest.mark.parametrize(("rows", "computed"), [([2, 7, 2], 3), ([0, 1, 2, 3, 4], 9)])
+def test_features_of_some_rows_alone(rows, computed, monkeypatch):
+    """The others have the rest of the features; where most rows are asked for, all are computed."""
+    seen = list[int]()
+
+    def count(x, weight, bias=None):
+        seen.append(len(x))
+        return F.linear(x, weight, bias)
+
+    monkeypatch.setattr(layers, "linear", count)
+    layer, x = Linear(5, {"q_proj": 6, "k_proj": 4}, bias=False), torch.randn(9, 5)
+    layer.weight.data.normal_()
+    with torch.no_grad():
+        found, expected = layer.forward_partly(x, torch.tensor(rows), 6), x @ layer.weight.T
+    assert torch.allclose(found[:, 6:], expected[:, 6:], atol=1e-5)
+    assert torch.allclose(found[rows], expected[rows], atol=1e-5)
+    assert seen == [computed]
+
+
+class Rows(NamedTuple):
+    """As a norm gives them to products of 8-bit floats."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+
+@pytest.mark.parametrize("rows", [None, torch.tensor([1])])
+def test_a_quantized_weight_gives_all_features(rows, monkeypatch):
+    monkeypatch.setattr(layers, "linear", lambda x, weight, bias: torch.ones(len(x.codes), 10))
+    layer = Linear(5, {"q_proj": 6, "k_proj": 4}, bias=False)
+    layer.hold("weight", object())
+    assert torch.equal(layer.forward_partly(Rows(torch.zeros(9, 5), torch.zeros(9, 1)), rows, 6), torch.ones(9, 10))
 
 
 @pytest.mark.parametrize("size", [1, 16, 256])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from itertools import zip_longest
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +36,18 @@ ChunkPlans = Sequence[PrefillWork]  # by group
 NO_ITEMS = Bounds(0, 0)  # of the layers without a window, where there are none
 
 
+class LastChunks(NamedTuple):
+    """The plan of the last layer's chunks, which leaves out tiles that no result is read from: a layer of a group."""
+
+    group: int
+    layer: int
+    work: PrefillWork
+
+    def to(self, device: torch.device) -> LastChunks:
+        """The same on another device."""
+        return self._replace(work=self.work.to(device))
+
+
 class GpuAttentionPlanner:
     """Planner of a step's attention from its input on the device. Nothing here waits for the device."""
 
@@ -45,10 +58,12 @@ class GpuAttentionPlanner:
         ladder: Ladder,
         specs: Sequence[AttentionSpec],
         deterministic: bool = False,
+        last_layer: int | None = None,
     ):
         """``specs``: what attention computes in each layer, with the heads that are on this device.
 
-        ``deterministic``: a token's attention has the same bits whatever requests are beside it.
+        ``deterministic``: a token's attention has the same bits whatever requests are beside it. ``last_layer``: the
+        layer that leaves tokens out whose attention no result is read from, if there is one.
         """
         self.memory, self.tables, self._ladder = memory, tables, ladder
         num_multiprocessors = 1
@@ -70,6 +85,7 @@ class GpuAttentionPlanner:
         self.states: GpuStatePlanner | None = None
         if ladder.states:
             self.states = GpuStatePlanner(memory, tables.groups[main], tables.block_words[main], ladder.states)
+        self._last = None if last_layer is None else ladder.places[last_layer]
         self._full = [number for number, group in enumerate(self.groups) if group.window is None]
 
     @property
@@ -97,6 +113,13 @@ class GpuAttentionPlanner:
         """The plans, on the host, of chunks of ``counts`` tokens from ``starts`` of the requests in ``rows``."""
         return [group.plan_chunks(rows, starts, counts, self.tile_tokens) for group in self.groups]
 
+    def plan_last(self, plans: ChunkPlans, rows: Tensor) -> LastChunks | None:
+        """The last layer's plan, on the host, where results are read from the rows [M] of ``plans`` alone."""
+        if self._last is None:
+            return None
+        group, layer = self._last
+        return LastChunks(group, layer, plans[group].of_rows(rows))
+
     def begin(
         self,
         step_input: Tensor,
@@ -105,11 +128,13 @@ class GpuAttentionPlanner:
         bounds: Bounds | None,
         chunks: ChunkPlans | None = None,
         state_chunks: ChunkWork | None = None,
+        last: LastChunks | None = None,
     ) -> tuple[Placed, AttentionBatch]:
         """Brings the tables up to date and plans a step whose input is on the device, single tokens first.
 
         ``bounds``: the launch shape of the single tokens, if there are any;  ``chunks``: the plans of the others, on
-        the device, and ``state_chunks`` that of their states, if layers have some.
+        the device, ``state_chunks`` that of their states, if layers have some, and ``last`` that of the last layer, if
+        it is another.
         """
         tables = self.tables
         update(tables.block_words[0], step_input, num_tokens)
@@ -121,7 +146,8 @@ class GpuAttentionPlanner:
                 decode = group.plan_decodes(step_input, placed, num_decodes, bounds)
             found.append(placed)
             work = None if chunks is None else chunks[number]
-            steps.append(GpuAttention(group, placed.token_rows, num_decodes, decode, work))
+            own = last if last is not None and last.group == number else None
+            steps.append(GpuAttention(group, placed.token_rows, num_decodes, decode, work, own))
         attention = over_groups(self._ladder, steps)
         if self.states is None:
             return found[0], attention
@@ -197,13 +223,14 @@ class GpuAttention:
         num_decodes: int,
         decode: DecodeWork | None,
         chunks: PrefillWork | None,
+        last: LastChunks | None = None,
     ):
-        """``decode``: the plan of the step's single tokens;  ``chunks``: that of the others."""
+        """``decode``: the plan of the step's single tokens;  ``chunks``: that of the others, ``last`` in one layer."""
         self._token_rows, self._kv_rows = token_rows, planner.kv_rows
         self._memory, self._pages, self._layers = planner.memory, planner.pages, planner.layers
         self._specs = planner.specs
         self._num_kv_heads = planner.num_kv_heads
-        self._num_decodes, self._decode, self._chunks = num_decodes, decode, chunks
+        self._num_decodes, self._decode, self._chunks, self._last = num_decodes, decode, chunks, last
 
     def attend(
         self,
@@ -214,15 +241,17 @@ class GpuAttention:
         null_logits: Tensor | None = None,
         key_basis: KeyBasis | None = None,
     ) -> Tensor:
-        """See ``AttentionBatch``. Rows of padding come out as zeros, those behind chunks as anything."""
+        """See ``AttentionBatch``. Rows of padding come out as zeros, those behind chunks or left out as anything."""
         n, heads, spec = self._num_decodes, self._num_kv_heads, self._specs[layer]
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         q = rope_kv_write(qkv, *rotation, self._token_rows, self._kv_rows, layer, heads, weight, eps, key_basis)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         rule, chunks = (spec.softcap, null_logits), self._chunks
+        if self._last is not None and self._last.layer == layer:
+            chunks = self._last.work
         if self._decode is not None:
             paged_decode(q[:n], self._memory, self._decode, self._layers[layer], spec.scale, out[:n], None, *rule)
-        if chunks is not None:
+        if chunks is not None and len(chunks.tiles):
             paged_prefill(q[n:], self._memory, chunks, self._pages[layer], spec.scale, out[n:], None, *rule)
         return out
 

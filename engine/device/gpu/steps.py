@@ -66,8 +66,10 @@ class GpuSteps:
         """``deterministic``: a token has the same bits whatever is beside it, if the model's products give them so."""
         self.model, self.device = model, memory.device
         self.tables = DeviceTables(layout, ladder.spec, self.device)
-        specs = model.config.share(model.ranks.size).attention
-        self.planner = GpuAttentionPlanner(memory, self.tables, ladder, specs, deterministic)
+        config = model.config.share(model.ranks.size)
+        self.planner = GpuAttentionPlanner(
+            memory, self.tables, ladder, config.attention, deterministic, config.last_attention
+        )
         self._graphs = Graphs(self.device) if cuda_graphs else None
         self.mixed: MixedSteps | None = None
         if self._graphs is not None and not ladder.states:
@@ -170,7 +172,7 @@ class GpuSteps:
                 state_chunks = states.plan_chunks(rows[number:], starts[number:], lengths[number:])
             return self._forward(wanted, decodes, chunks, plans, state_chunks)
         hidden = self.mixed.run(*found, decodes, chunks, plans)
-        return hidden if wanted is None else hidden[wanted]
+        return hidden if wanted is None else hidden[to_device(wanted, self.device)]
 
     def _keep_tokens(self, sampling: Sequence[int], token_ids: Tensor) -> None:
         """Stores ``token_ids`` [N], on the device, as the last tokens of the items ``sampling``."""
@@ -190,10 +192,14 @@ class GpuSteps:
         item_blocks, bounds = self.planner.split(num_decodes, num_decodes) if num_decodes else (1, None)
         words = self.tables.step_input(decodes.packed(chunks), item_blocks=item_blocks)
         step_input = to_device(torch.frombuffer(words, dtype=torch.int64), self.device)
+        rows, last = None if wanted is None else to_device(wanted, self.device), None
+        if plans is not None and wanted is not None and len(wanted) < number:
+            last = self.planner.plan_last(plans, wanted - num_decodes)
         on_device = None if plans is None else [work.to(self.device) for work in plans]
         states = None if state_chunks is None else state_chunks.to(self.device)
-        placed, step = self.planner.begin(step_input, number, num_decodes, bounds, on_device, states)
-        return compute_hidden(self.model, placed.input_ids, placed.positions, step, wanted)
+        last = None if last is None else last.to(self.device)
+        placed, step = self.planner.begin(step_input, number, num_decodes, bounds, on_device, states, last)
+        return compute_hidden(self.model, placed.input_ids, placed.positions, step, rows)
 
     def _decode(self, shape: DecodeShape) -> None:
         """The device's work in a step of single tokens, from ``_input`` to ``_sampled``: the contents of a graph."""

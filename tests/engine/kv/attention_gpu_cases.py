@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from qkv_engine.config import KVConfig, RungConfig
 from qkv_engine.device.cache import KVCache
@@ -51,6 +54,7 @@ def compare(
 ) -> float:
     """Largest relative difference over a mixed step: a prompt, a chunk after sealed blocks, single tokens.
 
+    The last layer leaves out all but single tokens and the last ones of chunks, in a step that is not padded.
     ``rule``: what the specs of the ``layers`` have beside their KV.  ``is_padded``: both parts of a step are, as a
     captured one's, and the plan of chunks lies at a fixed place.
     """
@@ -63,7 +67,7 @@ def compare(
     requests = {name: Request(name, [1] * 1000, SamplingParams(), 1, floor=0) for name in "abc"}
     copy = Copy(cache.tables, 3, 1000)
     specs = [AttentionSpec(HEADS, h, dim, dim**-0.5, window)._replace(**rule) for h, dim, window in layers]
-    triton = GpuAttentionPlanner(cache.memory, copy, ladder, specs)
+    triton = GpuAttentionPlanner(cache.memory, copy, ladder, specs, last_layer=len(specs) - 1)
     for name in requests:
         cache.tables.open(name, len(rungs), num_prompt_tokens=200)
     worst = 0.0
@@ -96,6 +100,7 @@ def step(
     source = torch.tensor(places).clamp(min=0)
     cpu = CpuAttentionPlanner(cache.memory, triton.tables, cache.ladder, specs).plan(*columns)
     nulls = torch.randn(HEADS) if specs[0].has_null_logit else None
+    wanted = slice(None) if is_padded else ends(item.num_tokens for item in batch.items)
     worst = 0.0
     for layer, (num_heads, num_kv_heads, head_dim, *_) in enumerate(specs):
         qkv = torch.randn(total, num_heads + 2 * num_kv_heads, head_dim)
@@ -106,8 +111,15 @@ def step(
         turned = Rotation(rotation.cos[source], rotation.signed_sin[source])
         found = gpu.attend(layer, rows, turned, None, nulls, basis)[is_token]
         expected = cpu.attend(layer, qkv, rotation, None, nulls, basis)
+        if layer == len(specs) - 1:
+            found, expected = found[wanted], expected[wanted]
         worst = max(worst, ((found - expected).norm() / expected.norm()).item())
     return worst
+
+
+def ends(counts: Iterable[int]) -> Tensor:
+    """Places of the last token of each of the items with so many."""
+    return torch.tensor(list(accumulate(counts))) - 1
 
 
 def triton_step(
@@ -122,7 +134,9 @@ def triton_step(
     chunks = (
         planner.plan_chunks(rows[num_decodes:], starts[num_decodes:], counts[num_decodes:]) if parts[1].ids else None
     )
-    sizes = [len(part.ids) for part in parts]
+    sizes, last = [len(part.ids) for part in parts], None
+    if chunks is not None and not is_padded:
+        last = planner.plan_last(chunks, ends(counts) - num_decodes)
     if is_padded:
         sizes = [padded_decodes(sizes[0]), padded_chunk(sizes[1]) if sizes[1] else 0]
         if chunks is not None and all(work.rungs == (0,) for work in chunks):
@@ -136,7 +150,7 @@ def triton_step(
     for part, size in zip(parts, sizes, strict=True):
         places += list(range(total, total + len(part.ids))) + [-1] * (size - len(part.ids))
         total += len(part.ids)
-    return planner.begin(step_input, sum(sizes), sizes[0], bounds, chunks)[1], places
+    return planner.begin(step_input, sum(sizes), sizes[0], bounds, chunks, None, last)[1], places
 
 
 def at_a_fixed_place(planner: GpuAttentionPlanner, group: GpuGroupPlanner, work: PrefillWork) -> PrefillWork:
