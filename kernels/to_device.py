@@ -25,7 +25,8 @@ def copy_here(target: Tensor, source: Tensor) -> None:
 
     Torch wakes its threads for more than 32,768 elements, which takes up to 6 ms where the copy itself takes .05.
     """
-    np.copyto(_bytes(target), _bytes(source.contiguous()))
+    if source.numel():  # bytes of none have no view
+        np.copyto(_bytes(target), _bytes(source.contiguous()))
 
 
 def _bytes(x: Tensor) -> np.ndarray:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
-
-from qkv_engine.kernels.block_tables import pack_tokens
 
 from ..sampling.sample_tables import SampleTables
 
@@ -85,5 +84,8 @@ class Tokens(NamedTuple):
         return Tokens(*(column + more for column, more in zip(self, padding, strict=True)))
 
     def packed(self, *others: Tokens) -> array[int]:
-        """The words of the tokens and of ``others`` behind them, as a step's input wants them."""
-        return pack_tokens(*(sum(column[1:], column[0]) for column in zip(self, *others, strict=True)))
+        """The words of the tokens and of ``others`` behind them, as ``pack_tokens`` orders them."""
+        words = array("q")
+        for part in chain.from_iterable(zip(self, *others, strict=True)):
+            words.extend(part)
+        return words

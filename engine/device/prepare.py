@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 
 from qkv_engine.scheduler import ScheduledBatch, ScheduledRequest
 
@@ -44,7 +43,7 @@ class StepMaker:
             rows=table_rows,
             starts=[item.start for item in items],
             lengths=[item.num_tokens for item in items],
-            ids=list(chain.from_iterable(map(_token_ids, items))),
+            ids=_token_ids(items),
             sampling=sampling,
             tables=found,
             prompt_scores=[] if steady.is_decode else _prompt_scores(items),
@@ -56,10 +55,14 @@ class StepMaker:
         self._rows.forget()
 
 
-def _token_ids(item: ScheduledRequest) -> list[int]:
-    """A request's token ids in a step; -1 stands for its last token on the device, which the host does not know yet."""
-    ids = item.request.token_ids[item.start : item.end]
-    return ids + [-1] * (item.num_tokens - len(ids))
+def _token_ids(items: Sequence[ScheduledRequest]) -> list[int]:
+    """All token ids of a step; -1 stands for a request's last one on the device, which the host does not know yet."""
+    ids, end = list[int](), 0
+    for item in items:
+        ids += item.request.token_ids[item.start : item.end]
+        end += item.num_tokens
+        ids += [-1] * (end - len(ids))
+    return ids
 
 
 def _prompt_scores(items: Sequence[ScheduledRequest]) -> list[PromptScores]:

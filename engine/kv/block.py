@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from .arena import Slot
 from .bank import Bank, Centres, Mining
 
@@ -25,8 +27,7 @@ class Standing(Protocol):
     def rung(self) -> int: ...
 
 
-@dataclass(slots=True, eq=False)
-class Block:
+class Block(msgspec.Struct, eq=False):
     """The KV of ``block_tokens`` tokens, or a request's slot beside them, on one rung, shared by ``refs`` owners.
 
     Of the layers of one ``group``, whose rungs ``rung`` and floors are. Owners are requests and the prefix cache.
@@ -40,7 +41,7 @@ class Block:
     floor: int
     number: int
     refs: int = 1
-    holders: list[int] = field(default_factory=list)
+    holders: tuple[int, ...] = ()
     bank: Bank | None = None  # of its request, if it has one; such a block is never shared
 
     @property

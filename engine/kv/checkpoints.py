@@ -102,8 +102,13 @@ class Checkpoints:
 
     def kinds(self) -> Counter[tuple[int, int]]:
         """Numbers by group and rung of the slots that can be given up."""
+        kinds, index = Counter[tuple[int, int]](), self._group.index
         free = (checkpoint for checkpoint in self._found.values() if not checkpoint.is_held)
-        return Counter((block.group, block.rung) for checkpoint in free for block in checkpoint.slots)
+        equal = Counter(tuple([block.rung for block in checkpoint.slots]) for checkpoint in free)
+        for rungs, number in equal.items():  # of many checkpoints all have the same
+            for rung in rungs:
+                kinds[index, rung] += number
+        return kinds
 
     def serves(self, key: bytes, floor: int) -> bool:
         """Whether there is a checkpoint of ``key``, wide enough for a request whose ``floor`` is one of the ladder."""
@@ -235,6 +240,8 @@ class Checkpoints:
     def oldest(self) -> StateCheckpoint | None:
         """Of those on which no request is about to begin the first to make room: by its hints, then its last use."""
         free = (checkpoint for checkpoint in self._found.values() if not checkpoint.is_held)
+        if not self._hints.has_ranks:
+            return next(free, None)
         return min(free, key=lambda checkpoint: self._hints.rank(checkpoint.key), default=None)
 
     def remove(self, checkpoint: StateCheckpoint) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -62,7 +62,7 @@ class GroupTables:
             self.journal.opened = True
         for block in shared:
             self.store.share(block)
-            insort(block.holders, table.floor)
+            block.holders = tuple(sorted((*block.holders, table.floor)))
             self.num_entries[block.rung] += 1
             block.floor = block.holders[0]
             (table.slots if block.rung < 0 else table.blocks).append(block)
@@ -163,7 +163,10 @@ class GroupTables:
 
     def _let_go(self, block: Block, floor: int) -> None:
         """Takes ``block`` from a request of that ``floor``, or a slot that it alone has, whose floor is its own."""
-        del block.holders[bisect_left(block.holders, floor) if block.is_shared else 0]
+        holders, block.holders = block.holders, ()
+        if len(holders) > 1:
+            place = bisect_left(holders, floor)
+            block.holders = holders[:place] + holders[place + 1 :]
         self.num_entries[block.rung] -= 1
         self._lift_floor(block)
         self.store.drop(block)

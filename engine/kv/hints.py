@@ -43,6 +43,11 @@ class Hints:
         """Bytes of retained pieces, as if they stood on the widest rung."""
         return self._nbytes.total()
 
+    @property
+    def has_ranks(self) -> bool:
+        """Whether some piece is not ``PLAIN``."""
+        return bool(self._done or self._lives)
+
     def rank(self, key: bytes) -> int:
         """When the piece of ``key`` makes room: ``DONE``, ``PLAIN`` or ``RETAINED``."""
         return DONE if key in self._done else RETAINED if key in self._lives else PLAIN

@@ -282,7 +282,7 @@ class KVManager:
     def _key_of(self, prefix: PrefixCache, request: Request) -> bytes:
         """The key of all that a request has computed."""
         tokens, salt = request.token_ids, request.params.cache_salt
-        return prefix.key_at(request.request_id, tokens, salt, request.num_computed_tokens)
+        return prefix.key_at(tokens, salt, request.num_computed_tokens, request.pieces)
 
     def done(self, tenant: str, session: str) -> int:
         """Has cached pieces of a session make room before all others; returns their number."""

@@ -65,7 +65,7 @@ class PrefixCache:
             if quota is not None:
                 host.divide(quota)
         self.host = None if host is None else HostTraffic(self, tables, host, disk)
-        self._published: dict[str, tuple[int, bytes]] = {}  # request -> blocks filed, key of the last
+        self._published: dict[str, int] = {}  # request -> pieces filed
         self.reset_counters()
 
     def __len__(self) -> int:
@@ -106,13 +106,15 @@ class PrefixCache:
         """
         self.num_queried_tokens += limit
         if self.checkpoints.is_needed:
-            return self._lookup_with_states(tokens, salt, floor, limit)
+            return self._lookup_with_states(tokens, salt, floor, limit, known)
         pieces = (self.cached(key, piece) for key, _, piece in self.pieces(tokens, salt, limit, known))
         found = self.rules.longest(pieces, len(tokens), floor)
         return self._take(found[: self.rules.num_exact(found, floor)] if is_exact else found)
 
-    def _lookup_with_states(self, tokens: list[int], salt: str, floor: int, limit: int) -> Hit:
-        pieces = [(key, self.cached(key, piece)) for key, _, piece in self.pieces(tokens, salt, limit)]
+    def _lookup_with_states(
+        self, tokens: list[int], salt: str, floor: int, limit: int, known: list[PromptPiece] | None
+    ) -> Hit:
+        pieces = [(key, self.cached(key, piece)) for key, _, piece in self.pieces(tokens, salt, limit, known)]
         has_states = [True, *(self.checkpoints.serves(key, floor) for key, _ in pieces)]  # for each number of pieces
         found = self.rules.longest((blocks for _, blocks in pieces), len(tokens), floor)
         num_cached = piece_of(self._main, len(found) - 1).stop if found else 0
@@ -169,11 +171,11 @@ class PrefixCache:
         known: list[PromptPiece] | None = None,
     ) -> None:
         """Files the blocks of a request of ``tenant`` that are full and computed and not filed yet."""
-        filed, _ = self._published.get(request_id, (0, b""))
+        filed = self._published.get(request_id, 0)
         for index, (key, parent, piece) in enumerate(self.pieces(tokens, salt, num_computed, known)[filed:], filed):
             blocks = [group.piece(request_id, index) for group in self._tables.groups]
             self.file(key, parent, piece, blocks, tenant)
-            self._published[request_id] = (index + 1, key)
+            self._published[request_id] = index + 1
 
     def file(
         self, key: bytes, parent: bytes, tokens: array[int], blocks: Sequence[Block | None], tenant: str = ""
@@ -221,13 +223,10 @@ class PrefixCache:
         end: int = piece_of(self._main, self._num_pieces(num_computed)).stop
         return end
 
-    def key_at(self, request_id: str, tokens: list[int], salt: str, num_tokens: int) -> bytes:
-        """The key of the pieces within the first ``num_tokens`` of a request, filed or not."""
-        filed, key = self._published.get(request_id, (0, b""))
-        key = key or self._root(salt)
-        for index in range(filed, self._num_pieces(num_tokens)):
-            key = _extend(key, array("q", tokens[piece_of(self._main, index)]))
-        return key
+    def key_at(self, tokens: list[int], salt: str, num_tokens: int, known: list[PromptPiece]) -> bytes:
+        """The key of the pieces within the first ``num_tokens``, filed or not; arguments as in ``pieces``."""
+        found = self.pieces(tokens, salt, num_tokens, known)
+        return found[-1].key if found else self._root(salt)
 
     # ---- hints
 

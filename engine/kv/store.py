@@ -49,13 +49,15 @@ class BlockStore:
 
     def new_block(self, group: GroupTables, rung: int, floor: int, bank: Bank | None = None) -> Block:
         """A block of ``group`` with one owner, a request of that ``floor``. Raises ``ArenaError`` without room."""
-        return self._make(group, rung, floor, [floor], bank)
+        return self._make(group, rung, floor, (floor,), bank)
 
     def new_idle_block(self, group: GroupTables, rung: int) -> Block:
         """A block of ``group`` whose owner is no request. Raises ``ArenaError`` without room."""
-        return self._make(group, rung, group.spec.narrowest(rung), [])
+        return self._make(group, rung, group.spec.narrowest(rung), ())
 
-    def _make(self, group: GroupTables, rung: int, floor: int, holders: list[int], bank: Bank | None = None) -> Block:
+    def _make(
+        self, group: GroupTables, rung: int, floor: int, holders: tuple[int, ...], bank: Bank | None = None
+    ) -> Block:
         size = group.sizes[rung]
         slot = self.arena.allocate(size)
         while slot is None:

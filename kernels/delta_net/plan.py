@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,13 +45,15 @@ class ChunkWork:
     @classmethod
     def build(cls, words: Sequence[Sequence[int]], starts: Sequence[int], counts: Sequence[int]) -> ChunkWork:
         """``counts`` tokens from positions ``starts`` of each request, whose ``words`` are those of each layer."""
-        items, chunks, row = list[tuple[int, ...]](), list[tuple[int, ...]](), 0
-        for item, (start, count) in enumerate(zip(starts, counts, strict=True)):
-            items.append((row, count, int(not start), len(chunks)))
-            chunks += [(row + first, min(CHUNK, count - first), item) for first in range(0, count, CHUNK)]
-            row += count
-        numbers = (torch.tensor(rows, dtype=torch.int32, device="cpu") for rows in (items, chunks))
-        return cls(torch.tensor(words, dtype=torch.int64, device="cpu").T.contiguous(), *numbers)
+        number = np.array(counts)
+        num_chunks = -(-number // CHUNK)
+        row, chunk = number.cumsum() - number, num_chunks.cumsum() - num_chunks
+        items = np.stack((row, number, np.array(starts) == 0, chunk), 1)
+        item = np.arange(len(number)).repeat(num_chunks)
+        first = (np.arange(len(item)) - chunk[item]) * CHUNK
+        chunks = np.stack((row[item] + first, (number[item] - first).clip(max=CHUNK), item), 1)
+        numbers = (torch.from_numpy(rows.astype(np.int32)) for rows in (items, chunks))
+        return cls(torch.from_numpy(np.array(words, dtype=np.int64).T.copy()), *numbers)
 
     def to(self, device: torch.device) -> ChunkWork:
         """The same plan on another device."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..paged_decode.plan import ABSENT, block_positions
+from ..paged_decode.plan import ABSENT
 from ..to_device import to_device
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -68,49 +68,49 @@ class PrefillWork:
         chunk's own tokens written, on rung 0; with ``sink_tokens`` > 0 the first entry is the sink. With ``window``
         entries are left out, whatever they hold, that no query of the chunk sees.
         """
-        device, width = addresses.device, addresses.shape[1]
-        addresses, rungs, starts, counts = (x.cpu() for x in (addresses, rungs, starts, counts))
+        # NumPy, not torch, which wakes its threads for arrays of this size: that takes longer than the work.
+        device, (num_chunks, width) = addresses.device, addresses.shape
+        address, keys, begin, count = (x.cpu().numpy() for x in (addresses, rungs, starts, counts))
+        borders = sink_tokens + (np.arange(width + 1) - bool(sink_tokens)) * block_tokens  # of neighbouring entries
+        borders[0] = 0
+        keys = np.where(keys == ABSENT, num_rungs, keys)
         if window is not None:
-            ends = block_positions(torch.arange(1, width + 1), sink_tokens, block_tokens)
-            rungs = rungs.masked_fill(ends <= starts[:, None] + 1 - window, ABSENT)
-        keys, order = torch.where(rungs == ABSENT, num_rungs, rungs).sort(dim=1, stable=True)
-        positions = block_positions(order, sink_tokens, block_tokens)
-        # NumPy from here on: on arrays of this size torch wakes its threads, which takes longer than the work.
-        row, tokens, first, chunk = _tiles(starts.numpy(), counts.numpy(), tile_tokens)
-        key, position, is_first = keys.numpy()[chunk], positions.numpy()[chunk], order.numpy()[chunk] == 0
-        seen = position < (first + tokens)[:, None]
-        passed = np.zeros_like(seen)
-        if window is not None:
-            block_ends = block_positions(order + 1, sink_tokens, block_tokens).numpy()[chunk]
-            passed = block_ends <= (first + 1 - window)[:, None]
-            seen &= ~passed
-        sink = is_first & (sink_tokens > 0)
-        full = seen & ~sink & (position + block_tokens - 1 <= first[:, None])
+            keys[borders[1:] <= begin[:, None] + 1 - window] = num_rungs
+        sink_key, order, line = keys[:, 0], keys.argsort(axis=1, kind="stable"), np.arange(num_chunks)[:, None]
+        keys, positions = keys[line, order], borders[order]
+        # All entries in one ascending row, by their chunk, rung and the token that they begin at, or end before.
+        span = borders[-1] + 1
+        first_words = (line * (num_rungs + 1) + keys) * span
+        begins, ends = (first_words + positions).ravel(), (first_words + borders[order + 1]).ravel()
+        row, tokens, first, chunk = _tiles(begin, count, tile_tokens)
+        passed = np.zeros_like(first) if window is None else (first + 1 - window).clip(min=0)
+        sees_sink = (sink_tokens > 0) & (passed < sink_tokens)
         tail = sink_tokens + (first + 1 - sink_tokens).clip(min=0) // block_tokens * block_tokens
-        runs = []
+        runs = np.empty((num_rungs, len(chunk), 4), dtype=np.int32)
         for rung in range(num_rungs):
-            mine = key == rung
-            before = (key < rung) | (mine & passed)
-            start = chunk * width + before.sum(1)
-            sinks, others = ((seen & mine & part).sum(1) for part in (sink, ~sink))
-            runs.append(np.stack((start, sinks, others, tail - (mine & full).sum(1) * block_tokens), 1))
-        used = torch.where(positions < (starts + counts)[:, None], keys, num_rungs).flatten()
-        blocks = tuple(torch.nonzero(used == rung).flatten().int() for rung in range(num_rungs))
-        in_chunks = [torch.bincount(some // width, minlength=len(starts)).tolist() for some in blocks]
+            word = (chunk * (num_rungs + 1) + rung) * span
+            start = ends.searchsorted(word + passed, side="right")
+            sinks = sees_sink & (sink_key[chunk] == rung)
+            others = begins.searchsorted(word + first + tokens) - start - sinks
+            full = ends.searchsorted(word + first + 1, side="right") - start - (sinks & (sink_tokens <= first + 1))
+            runs[rung].T[:] = start, sinks, others, tail - full * block_tokens
+        used = np.where(positions < (begin + count)[:, None], keys, num_rungs).ravel()
+        blocks = [np.flatnonzero(used == rung) for rung in range(num_rungs)]
         return cls(
-            addresses.gather(1, order).flatten(),
-            torch.from_numpy(np.stack((row, tokens, first), 1)).int(),
-            torch.from_numpy(np.stack(runs)).int(),
-            blocks,
+            torch.from_numpy(address[line, order].ravel()),
+            _int32(np.stack((row, tokens, first), 1)),
+            torch.from_numpy(runs),
+            tuple(map(_int32, blocks)),
             tuple(rung for rung, some in enumerate(blocks) if len(some)),
             tile_tokens,
             sink_tokens,
             block_tokens,
             banks,
             window,
-            None if window is None else positions.flatten().int(),
-            tuple(map(tuple, in_chunks)),
+            None if window is None else _int32(positions.ravel()),
+            tuple(tuple(np.bincount(some // width, minlength=num_chunks).tolist()) for some in blocks),
         ).to(device)
+
     def of_rows(self, rows: Tensor) -> PrefillWork:
         """The plan, on the host, of the tiles alone that have any of the rows [M] of q."""
         tiles, ascending = self.tiles.numpy(), np.sort(rows.numpy())
@@ -119,9 +119,10 @@ class PrefillWork:
         runs = self.runs.numpy().compress(asked, axis=1)  # in order of memory
         return replace(self, tiles=torch.from_numpy(tiles[asked]), runs=torch.from_numpy(runs))
 
-
     def to(self, device: torch.device) -> PrefillWork:
         """The same plan on another device."""
+        if device == self.addresses.device:
+            return self
         addresses, tiles, runs, *blocks = (
             to_device(x, device) for x in (self.addresses, self.tiles, self.runs, *self.blocks)
         )
@@ -129,6 +130,10 @@ class PrefillWork:
         return replace(
             self, addresses=addresses, tiles=tiles, runs=runs, blocks=tuple(blocks), banks=banks, positions=positions
         )
+
+
+def _int32(x: Ints) -> Tensor:
+    return torch.from_numpy(x.astype(np.int32))
 
 
 def _tiles(starts: Ints, counts: Ints, tile_tokens: int) -> tuple[Ints, Ints, Ints, Ints]:

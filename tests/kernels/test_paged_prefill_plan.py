@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -30,12 +32,12 @@ def test_heaviest_tiles_start_first() -> None:
     assert work.runs[1, :2].tolist() == [[7, 0, 1, 160]] * 2
     assert work.addresses[4:].tolist() == [4000, 5000, 7000, 6000]
     assert work.rungs == (0, 1) and work.blocks[1].tolist() == [7]
-
-
     some = work.of_rows(torch.tensor([72, 31, -1, 31]))
     assert some.tiles.tolist() == [[65, 8, 332], [0, 32, 0]]
     assert some.runs.tolist() == work.runs[:, [0, 3]].tolist() and some.blocks is work.blocks
     assert not len(work.of_rows(torch.tensor([-1, 73])).tiles)
+
+
 def test_a_run_begins_with_the_first_block_of_a_window() -> None:
     """Tokens 300 to 340 with a window of 130 over blocks of 128 tokens: the first one's entry is not read."""
     work = PrefillWork.build(
@@ -53,6 +55,70 @@ def test_a_run_begins_with_the_first_block_of_a_window() -> None:
     assert work.runs[0].tolist() == [[0, 0, 2, 128], [0, 0, 2, 128]]
     assert work.addresses[:2].tolist() == [1000, 2000] and work.blocks[0].tolist() == [0, 1]
     assert work.positions is not None and work.positions[:2].tolist() == [128, 256] and work.rungs == (0,)
+
+
+def make_tables(rng: random.Random, sink: int) -> tuple[list[int], list[int], list[list[int]]]:
+    """Starts and counts of a few chunks, and the rungs, out of three, of their entries, some ``ABSENT``."""
+    starts = [rng.choice((0, rng.randrange(700))) for _ in range(3)]
+    counts = [rng.randint(1, 200) for _ in starts]
+    width = max((start + count - 1) // 64 for start, count in zip(starts, counts, strict=True)) + 2
+    rungs = []
+    for start, count in zip(starts, counts, strict=True):
+        row = list[int]()
+        for entry in range(width):
+            first, end = borders(entry, sink)
+            own = 0 if end > start else rng.randrange(3)
+            row.append(ABSENT if first >= start + count else 0 if sink and not entry else own)
+        rungs.append(row)
+    return starts, counts, rungs
+
+
+def borders(entry: int, sink: int) -> tuple[int, int]:
+    """The first token of an entry of 64 tokens, behind a sink if there is one, and the one behind its last."""
+    if sink and not entry:
+        return 0, sink
+    first = sink + (entry - bool(sink)) * 64
+    return first, first + 64
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("sink", [0, 32])
+@pytest.mark.parametrize("window", [None, 1, 100, 300])
+def test_each_tile_sees_what_it_should(seed: int, sink: int, window: int | None) -> None:
+    """Its runs, entry by entry: the address of each lies there, and the others come behind one another."""
+    starts, counts, rungs = make_tables(random.Random(seed), sink)
+    width = len(rungs[0])
+    addresses = torch.arange(3 * width).view(3, width)
+    work = PrefillWork.build(
+        addresses,
+        torch.tensor(rungs),
+        torch.tensor(starts),
+        torch.tensor(counts),
+        num_rungs=3,
+        tile_tokens=16,
+        sink_tokens=sink,
+        block_tokens=64,
+        window=window,
+    )
+    rows = [sum(counts[:chunk]) for chunk in range(3)]
+    assert sum(work.tiles[:, 1].tolist()) == sum(counts)
+    for number, (row, tokens, first) in enumerate(work.tiles.tolist()):
+        chunk = max(each for each in range(3) if rows[each] <= row)
+        assert first == starts[chunk] + row - rows[chunk]
+        least = 0 if window is None else max(0, first + 1 - window)
+        for rung, (start, sinks, others, position) in enumerate(work.runs[:, number].tolist()):
+            seen = [
+                entry
+                for entry in range(width)
+                if rungs[chunk][entry] == rung
+                and borders(entry, sink)[0] < first + tokens
+                and borders(entry, sink)[1] > least
+            ]
+            found = work.addresses[start : start + sinks + others].tolist()
+            assert found == [chunk * width + entry for entry in seen]
+            assert sinks == sum(bool(sink) and not entry for entry in seen)
+            full = sum(borders(entry, sink)[1] <= first + 1 for entry in seen if entry or not sink)
+            assert position == sink + max(0, first + 1 - sink) // 64 * 64 - 64 * full
 
 
 @pytest.mark.parametrize("name", ["", " window"])

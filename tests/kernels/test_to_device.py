@@ -12,6 +12,7 @@ TENSORS = {
     "bfloat16": torch.randn(3, 5).to(torch.bfloat16),
     "scalar": torch.tensor(4),
     "empty": torch.zeros(0, 3),
+    "empty, of NumPy": torch.zeros(0).as_strided((0,), (0,)),
     "bools": torch.tensor([True, False]),
     "transposed": torch.arange(12).view(3, 4).T,
     "part of a row": torch.arange(40)[3:11:2],

@@ -294,7 +294,7 @@ def test_bad_values_of_a_block_whose_place_is_not_known_take_all():
     finished(scheduler, "a", ids(1, 300))
     store = scheduler.space.tables.store
     block = store.new_block(scheduler.space.tables.main, 0, 0)
-    block.holders.clear()
+    block.holders = ()
     store.drop(block)
     scheduler.space.distrust([block])
     assert not len(scheduler.space.prefix.checkpoints)

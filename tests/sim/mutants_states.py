@@ -108,11 +108,11 @@ STATE_BUGS = (
     ),
     _bug(
         12000,
-        "the key of a checkpoint is that of the blocks that are filed",
+        "the key of a checkpoint is that of the block before",
         "prefix",
         "PrefixCache.key_at",
-        "self._num_pieces(num_tokens)",
-        "filed",
+        "num_tokens",
+        "num_tokens - self._main.block_tokens",
     ),
     _bug(
         12004,

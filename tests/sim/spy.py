@@ -224,7 +224,7 @@ class SpySpace(Relief):
         require(request.found_tokens == told, "a request is told other rungs than it found")
 
     def computed(self, request: Any, num_tokens: int) -> None:
-        start, _ = (0, b"") if self.prefix is None else self.prefix._published.get(request.request_id, (0, b""))
+        start = 0 if self.prefix is None else self.prefix._published.get(request.request_id, 0)
         had = set() if self._space.prefix is None else set(self._space.prefix._entries)
         self._space.computed(request, num_tokens)
         if self._space.prefix is not None:

@@ -195,15 +195,18 @@ class GpuGroupPlanner:
 
     def plan_chunks(self, rows: list[int], starts: list[int], counts: list[int], tile_tokens: int) -> PrefillWork:
         """See ``GpuAttentionPlanner``."""
-        first, number, group = torch.tensor(starts), torch.tensor(counts), self.spec
-        entries = -((group.sink - first - number).clamp(max=0) // group.block_tokens) + bool(group.sink)
-        addresses, rungs = self.tables.entries(rows, int(entries.max()))
-        rungs.masked_fill_(torch.arange(rungs.shape[1]) >= entries[:, None], ABSENT)
+        group = self.spec
+        entries = [
+            group.num_token_slots + group.blocks_for(start + count) for start, count in zip(starts, counts, strict=True)
+        ]
+        addresses, rungs = self.tables.entries(rows, max(entries))
+        for row, end in zip(rungs.numpy(), entries, strict=True):
+            row[end:] = ABSENT
         return PrefillWork.build(
             addresses,
             rungs,
-            first,
-            number,
+            torch.tensor(starts),
+            torch.tensor(counts),
             num_rungs=len(group.rungs),
             tile_tokens=tile_tokens,
             sink_tokens=group.sink,
