@@ -65,6 +65,16 @@ def wanted_rows(command: StepCommand, lengths: list[int], device: torch.device) 
     return torch.tensor(_padded(rows, device))
 
 
+def asked_tokens(command: StepCommand, lengths: list[int]) -> list[int]:
+    """Of each item with so many tokens how many of the last ones the results of ``command`` are read from."""
+    asked = [0] * len(lengths)
+    for item in command.sampling:
+        asked[item] = 1
+    for scores in command.prompt_scores:
+        asked[scores.item] = lengths[scores.item]
+    return asked
+
+
 def compute_hidden(
     model: CausalLM, input_ids: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor | None
 ) -> Tensor:

@@ -34,13 +34,14 @@ def paged_prefill(
 ) -> Tensor:
     """Attention of a chunk of one request over itself and the request's earlier tokens, each over its ``window``.
 
-    Shapes:  q [N, HQ, D];  k, v [N, H, D];  null_logits [HQ];  returns [N, HQ, D] in q's dtype
+    Shapes:  q [M, HQ, D], of the chunk's last M tokens;  k, v [N, H, D];  null_logits [HQ];
+             returns [M, HQ, D] in q's dtype
     K and V are first rounded to the dense pages' dtype, so that chunking changes nothing.
     """
     dtype = pages.blocks.dtype
-    heads = q.to(dtype).transpose(0, 1).unflatten(0, (k.shape[1], -1))  # [H, G, N, D]
+    heads = q.to(dtype).transpose(0, 1).unflatten(0, (k.shape[1], -1))  # [H, G, M, D]
     own_k, own_v = k.to(dtype).transpose(0, 1), v.to(dtype).transpose(0, 1)
-    rule = _Rule(past.length, scale, window, softcap)
+    rule = _Rule(past.length + len(k) - len(q), scale, window, softcap)
     parts = [rule.attend_chunk(heads, own_k, own_v)]
     if window is None:
         parts += [rule.attend(heads, past_k, past_v) for past_k, past_v in _history(pages, past, dtype)]
@@ -63,7 +64,7 @@ def paged_prefill(
 
 @dataclass(frozen=True)
 class _Rule:
-    """What each query of a chunk sees, from position ``start`` on, and how scores become weights."""
+    """What each query of a chunk sees, the first one at position ``start``, and how scores become weights."""
 
     start: int
     scale: float
@@ -80,7 +81,10 @@ class _Rule:
 
     def attend_chunk(self, heads: Tensor, k: Tensor, v: Tensor) -> Part:
         """The chunk over itself."""
-        number = heads.shape[2]
+        number = k.shape[1]
+        if number > heads.shape[2]:
+            queries = torch.arange(number - heads.shape[2], number)
+            return self.attend(heads, k, v, mask=_mask(queries, torch.arange(number), self.window or number))
         if self.window is None or number <= self.window:
             return self.attend(heads, k, v, is_causal=True)
         parts, index = [], torch.arange(number)

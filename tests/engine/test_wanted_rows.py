@@ -15,6 +15,8 @@ from qkv_engine.device.command import PromptScores, StepCommand
 from qkv_engine.device.cpu.attention import CpuAttentionPlanner
 from qkv_engine.device.logits import CausalLM, wanted_rows
 from qkv_engine.kernels.linear import padded_rows
+from qkv_engine.kernels.paged_prefill import paged_prefill
+from qkv_engine.kernels.request_pages import LayerPages
 
 from ..small_demo import small_demo
 
@@ -115,6 +117,7 @@ def test_tokens_and_scores_are_those_of_requests_alone(monkeypatch: pytest.Monke
     params = [params_of(number) for number in range(len(PROMPTS))]
     with monkeypatch.context() as patch, open_engine() as engine:
         patch.setattr("qkv_engine.device.cpu.steps.compute_hidden", all_then_some)
+        patch.setattr("qkv_engine.device.cpu.steps.asked_tokens", lambda command, lengths: None)
         expected = [engine.generate(*pair)[0] for pair in zip(PROMPTS, params, strict=True)]
     monkeypatch.setattr(CpuAttentionPlanner, "order", lambda self, rows, starts: list(range(len(rows)))[::-1])
     seen = list[Seen]()
@@ -141,3 +144,20 @@ def test_a_prompt_alone_computes_one_row_a_step(monkeypatch: pytest.MonkeyPatch)
         seen = watch(engine, monkeypatch)
         engine.generate(PROMPTS[6], SamplingParams(max_tokens=2, ignore_eos=True))
     assert seen == [Seen([48], [], False, 48, 1), Seen([42], [0], False, 48, 1), Seen([1], [0], False, 1, 1)]
+
+
+@pytest.mark.parametrize(("scores", "last"), [(None, [1]), (1, [48, 42])])
+def test_the_last_layer_attends_to_what_is_asked_for(
+    scores: int | None, last: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    """A prompt in two chunks, the first of which gives no token."""
+    seen: dict[int, list[int]] = {}
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, pages: LayerPages, *args: Any, **options: Any) -> Tensor:
+        seen.setdefault(pages.layer, []).append(len(q))
+        return paged_prefill(q, k, v, pages, *args, **options)
+
+    monkeypatch.setattr("qkv_engine.device.cpu.attention.paged_prefill", spy)
+    with open_engine(max_num_batched_tokens=48) as engine:
+        engine.generate(PROMPTS[6], SamplingParams(max_tokens=2, ignore_eos=True, prompt_logprobs=scores))
+    assert seen.pop(max(seen)) == last and set(map(tuple, seen.values())) == {(48, 42)}

@@ -228,6 +228,9 @@ def test_prefill_sees_its_window(
     expected = paged_prefill_reference(q, k, v, pages, past, SCALE, **rule)
     seen = seen_from(pages, past, start + 1 - window)
     assert relative_error(paged_prefill(q, k, v, pages, seen, SCALE, **rule), expected) < 1e-5
+    for number in (1, 40):
+        found = paged_prefill(q[-number:], k, v, pages, seen, SCALE, **rule)
+        assert relative_error(found, expected[-number:]) < 1e-5
 
 
 @pytest.mark.parametrize("start", [0, 1, 127, 128, 129, 300])
@@ -242,7 +245,9 @@ def test_prefill_equals_the_reference(start: int, num_tokens: int, heads: tuple[
     k, v = torch.randn(2, num_tokens, num_kv_heads, head_dim)
     expected = paged_prefill_reference(q, k, v, pages, past, SCALE)
     poison_unused(pages.blocks, [table], float("nan"))
-    assert relative_error(paged_prefill(q, k, v, pages, past, SCALE), expected) < 1e-5
+    for number in (num_tokens, num_tokens - 1, 1):
+        found = paged_prefill(q[-number:], k, v, pages, past, SCALE)
+        assert relative_error(found, expected[-number:]) < 1e-5
 
 
 def test_prefill_history_in_pieces_equals_the_reference(monkeypatch: pytest.MonkeyPatch):

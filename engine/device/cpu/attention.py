@@ -28,11 +28,15 @@ from ..tables import GroupWords, HostTables
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows ``first:last`` of the step's tokens: a chunk of one request, after the tokens in ``past``."""
+    """Rows ``first:last`` of the step's tokens: a chunk of one request, after the tokens in ``past``.
+
+    ``num_asked``: how many of the last ones some result is read from.
+    """
 
     first: int
     last: int
     past: RequestPages
+    num_asked: int
 
 
 class Extent(NamedTuple):
@@ -75,15 +79,25 @@ class CpuAttentionPlanner:
         ladder: Ladder,
         specs: Sequence[AttentionSpec],
         deterministic: bool = False,
+        last_layer: int | None = None,
     ):
         """``specs``: what attention computes in each layer.
 
-        ``deterministic``: a token's attention has the same bits whatever requests are beside it.
+        ``deterministic``: a token's attention has the same bits whatever requests are beside it. ``last_layer``: the
+        layer that leaves tokens out whose attention no result is read from, if there is one.
         """
         self._ladder = ladder
+        last = (None, None) if last_layer is None else ladder.places[last_layer]
         self._groups = [
-            CpuGroupPlanner(memory, words, group, [specs[layer] for layer in group.layers], deterministic)
-            for words, group in zip(tables.groups, ladder.groups, strict=True)
+            CpuGroupPlanner(
+                memory,
+                words,
+                group,
+                [specs[layer] for layer in group.layers],
+                deterministic,
+                last[1] if number == last[0] else None,
+            )
+            for number, (words, group) in enumerate(zip(tables.groups, ladder.groups, strict=True))
         ]
 
     def forget(self) -> None:
@@ -92,13 +106,21 @@ class CpuAttentionPlanner:
             group.forget()
 
     def plan(
-        self, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int], *, goes_on: bool = False
+        self,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        *,
+        goes_on: bool = False,
+        asked: Sequence[int] | None = None,
     ) -> AttentionBatch:
         """The plan of ``lengths`` tokens from ``starts`` of the requests in ``rows``; single tokens come first.
 
-        ``goes_on``: they are the next single tokens of the last plan's requests, in the same order.
+        ``goes_on``: they are the next single tokens of the last plan's requests, in the same order. ``asked``: how many
+        of the last tokens of each some result is read from, None for all.
         """
-        plans = [(goes_on and group.go_on()) or group.plan(rows, starts, lengths) for group in self._groups]
+        asked = lengths if asked is None else asked
+        plans = [(goes_on and group.go_on()) or group.plan(rows, starts, lengths, asked) for group in self._groups]
         return over_groups(self._ladder, plans)
 
     def order(self, rows: Sequence[int], starts: Sequence[int]) -> list[int]:
@@ -117,8 +139,9 @@ class CpuGroupPlanner:
         group: LayerGroup,
         specs: Sequence[AttentionSpec],
         deterministic: bool,
+        last_layer: int | None,
     ):
-        self._is_steady = deterministic
+        self._is_steady, self._last_layer = deterministic, last_layer
         self.tables, self.sink, self.window = tables, group.spec.sink, group.visible
         self._specs = specs
         self._num_kv_heads = group.widest.shape.num_kv_heads
@@ -140,7 +163,9 @@ class CpuGroupPlanner:
         self._last = Decodes(plan, rows, num_open, self._last.num_left - 1)
         return self._attention(rows, len(num_open), plan, [])
 
-    def plan(self, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> CpuAttention:
+    def plan(
+        self, rows: Sequence[int], starts: Sequence[int], lengths: Sequence[int], asked: Sequence[int]
+    ) -> CpuAttention:
         """See ``CpuAttentionPlanner``."""
         token_rows = torch.tensor(self._token_rows(rows, starts, lengths))
         by_layer = head_rows(token_rows, len(self._pages), self._num_kv_heads)
@@ -148,8 +173,8 @@ class CpuGroupPlanner:
         extents = [self._extent(row, start + 1) for row, start in zip(rows[:num_decodes], starts, strict=False)]
         plan = self._plan_decodes(extents) if extents else None
         chunks, first = [], num_decodes
-        for row, start, length in list(zip(rows, starts, lengths, strict=True))[num_decodes:]:
-            chunks.append(Chunk(first, first + length, self._past(row, start)))
+        for row, start, length, number in list(zip(rows, starts, lengths, asked, strict=True))[num_decodes:]:
+            chunks.append(Chunk(first, first + length, self._past(row, start), number))
             first += length
         self._last = None
         if plan is not None and not chunks and self.window is None:
@@ -160,7 +185,17 @@ class CpuGroupPlanner:
     def _attention(
         self, by_layer: Tensor, num_decodes: int, plan: DecodePlan | None, chunks: list[Chunk]
     ) -> CpuAttention:
-        return CpuAttention(self._specs, self.window, self._pages, self._rows, by_layer, num_decodes, plan, chunks)
+        return CpuAttention(
+            self._specs,
+            self.window,
+            self._pages,
+            self._rows,
+            by_layer,
+            num_decodes,
+            plan,
+            chunks,
+            self._last_layer,
+        )
 
     def _plan_decodes(self, extents: list[Extent]) -> DecodePlan:
         """The plan of single tokens. A window's edge is elsewhere in each step, and so is its plan made anew."""
@@ -239,13 +274,14 @@ class CpuAttention:
         num_decodes: int,
         plan: DecodePlan | None,
         chunks: list[Chunk],
+        last_layer: int | None,
     ):
-        """``plan`` of the step's single tokens."""
+        """``plan`` of the step's single tokens. ``last_layer`` attends to what is asked for of the others alone."""
         self._specs, self._window = specs, window
         self._pages, self._page_rows, self._rows = pages, page_rows, rows.unbind()
         self._num_kv_heads = pages[0].blocks.shape[2]
         self._num_tokens = rows.shape[1]
-        self._num_decodes, self._plan, self._chunks = num_decodes, plan, chunks
+        self._num_decodes, self._plan, self._chunks, self._last_layer = num_decodes, plan, chunks, last_layer
 
     def attend(
         self,
@@ -256,7 +292,7 @@ class CpuAttention:
         null_logits: Tensor | None = None,
         key_basis: KeyBasis | None = None,
     ) -> Tensor:
-        """See ``AttentionBatch``. Rows beyond the step's tokens are padding; they come out as zeros."""
+        """See ``AttentionBatch``. Rows of padding and those that the last layer leaves out come out as zeros."""
         if len(qkv) > self._num_tokens:
             n = self._num_tokens
             out = qkv.new_zeros(len(qkv), qkv.shape[1] - 2 * self._num_kv_heads, qkv.shape[2])
@@ -276,8 +312,13 @@ class CpuAttention:
         k, v = kv.chunk(2, dim=1)
         for chunk in self._chunks:
             part = slice(chunk.first, chunk.last)
-            out[part] = paged_prefill(
-                q[part],
+            number = chunk.num_asked if layer == self._last_layer else chunk.last - chunk.first
+            asked = slice(chunk.last - number, chunk.last)
+            out[chunk.first : asked.start] = 0
+            if not number:
+                continue
+            out[asked] = paged_prefill(
+                q[asked],
                 k[part],
                 v[part],
                 pages,

@@ -13,7 +13,7 @@ from ...kv.table_rows import TableLayout
 from ..command import StepCommand, Tokens
 from ..hybrid_step import HybridStep
 from ..layouts import Ladder
-from ..logits import CausalLM, Computed, compute_hidden, read_hidden, wanted_rows
+from ..logits import CausalLM, Computed, asked_tokens, compute_hidden, read_hidden, wanted_rows
 from ..tables import HostTables
 from .attention import CpuAttentionPlanner
 from .states import CpuStatePlanner
@@ -28,7 +28,10 @@ class CpuSteps:
         """``deterministic``: a token has the same bits whatever is beside it, if the model's products give them so."""
         self.model = model
         self._tables = HostTables(layout)
-        self._planner = CpuAttentionPlanner(memory, self._tables, ladder, model.config.attention, deterministic)
+        config = model.config
+        self._planner = CpuAttentionPlanner(
+            memory, self._tables, ladder, config.attention, deterministic, config.last_attention
+        )
         main = self._tables.groups[ladder.groups.index(ladder.main)]
         self._states = CpuStatePlanner(memory, main, ladder) if ladder.states else None
         # The last command's items, and its tokens with padding.
@@ -47,7 +50,8 @@ class CpuSteps:
             self._go_on()
         else:
             self._begin(command)
-        step = self._planner.plan(self._rows, self._starts, self._lengths, goes_on=command.goes_on)
+        asked = asked_tokens(command, self._lengths) if self._lengths[-1] > 1 else None
+        step = self._planner.plan(self._rows, self._starts, self._lengths, goes_on=command.goes_on, asked=asked)
         if self._states is not None:
             step = HybridStep(step, self._states.plan(self._rows, self._starts, self._lengths))
         rows = wanted_rows(command, self._lengths, self._ids.device)
