@@ -1,10 +1,11 @@
 """Times a layer of gated delta-nets on a GPU in other launches than the engine's: us of all its kernels.
 
-python -m studies.kernels.bench_states [--requests 1,16,64] [--tokens 16384] [--state-dtype float32,int16]
+python -m studies.kernels.bench_states [--requests 1,16,64] [--tokens 16384] [--prompts 1,2,4]
+    [--state-dtype float32,int16]
 
 From the convolution to the gated norm: single tokens with other columns and warps of the state's kernel, of parts of
-heads and of whole ones, chunks with other rows, channels and warps of the convolution. Of several formats of states
-requests have one each by turns.
+heads and of whole ones, chunks with other rows, channels and warps of the convolution, and of the scan. Of several
+formats of states requests have one each by turns.
 States of several layers take turns, which together exceed L2. ``error``: of the largest output, against the engine's
 launch. ``share``: bytes of states, or of the rows in and out of the convolution, at 4.3e12 B/s over the time.
 """
@@ -34,6 +35,7 @@ LAYERS = 4
 STEPS = [(columns, warps) for columns in (16, 32, 64, 128) for warps in (1, 2, 4, 8)]
 WHOLE_WARPS = (2, 4, 8)
 CHUNKS = [(rows, channels, warps) for rows in (4, 8, 16) for channels in (512, 1024, 2048) for warps in (2, 4, 8)]
+SCANS = [(64, 4), (64, 8), (128, 8)]  # columns of a head's values, and warps
 
 Variant = Callable[..., tuple[dict[str, Any], int]]
 Launch = dict[str, Callable[..., Any]]  # functions of ``triton`` by name, in place of the engine's
@@ -120,10 +122,10 @@ def steps(spec: StateSpec, number: int) -> Iterator[Timed]:
     yield from compare(layers, calls, launches, 2 * nbytes)
 
 
-def chunks(spec: StateSpec, tokens: int) -> Iterator[Timed]:
-    """Two prompts of half of ``tokens`` each."""
-    layers = Layers(spec, 2, tokens)
-    work = ChunkWork.build(layers.words.T.tolist(), [0, 0], [tokens // 2] * 2).to(layers.qkv.device)
+def chunks(spec: StateSpec, tokens: int, number: int) -> Iterator[Timed]:
+    """``number`` prompts of equal parts of ``tokens``."""
+    layers = Layers(spec, number, tokens)
+    work = ChunkWork.build(layers.words.T.tolist(), [0] * number, [tokens // number] * number).to(layers.qkv.device)
     launches: dict[str, Launch] = {
         f"{rows} rows, {channels} channels, {warps} warps": {
             "conv_chunk_variant": changed(
@@ -131,6 +133,12 @@ def chunks(spec: StateSpec, tokens: int) -> Iterator[Timed]:
             )
         }
         for rows, channels, warps in CHUNKS
+    }
+    launches |= {
+        f"scan of {columns} columns, {warps} warps": {
+            "chunk_scan_variant": changed(triton.chunk_scan_variant, warps, BLOCK_V=columns)
+        }
+        for columns, warps in SCANS
     }
     calls = layers.calls(triton.delta_net_chunk_triton, work)
     yield from compare(layers, calls, launches, 2 * layers.qkv.nbytes)
@@ -141,6 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", default="1,16,64", metavar="LIST", help="default: %(default)s")
     parser.add_argument("--tokens", type=int, default=16384, metavar="N", help="default: %(default)s")
+    parser.add_argument("--prompts", default="2", metavar="LIST", help="of as many tokens in all; default: %(default)s")
     parser.add_argument("--state-dtype", default="float32", metavar="LIST", help="default: %(default)s")
     args = parser.parse_args()
     widest, *narrower = (STATE_FORMATS[name] for name in args.state_dtype.split(","))
@@ -149,8 +158,9 @@ def main() -> None:
         for number in map(int, args.requests.split(",")):
             for timed in steps(spec, number):
                 print_line(requests=number, **timed._asdict())
-        for timed in chunks(spec, args.tokens):
-            print_line(tokens=args.tokens, **timed._asdict())
+        for number in map(int, args.prompts.split(",")):
+            for timed in chunks(spec, args.tokens, number):
+                print_line(tokens=args.tokens, prompts=number, **timed._asdict())
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def worst(rows: Callable[[], Iterator[Timed]]) -> float:
 
 
 def cases() -> dict[str, Callable[[], float]]:
-    return {"steps": lambda: worst(lambda: steps(SPEC, 3)), "chunks": lambda: worst(lambda: chunks(SPEC, 140))}
+    return {"steps": lambda: worst(lambda: steps(SPEC, 3)), "chunks": lambda: worst(lambda: chunks(SPEC, 140, 2))}
 
 
 if __name__ == "__main__":
