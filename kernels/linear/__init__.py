@@ -26,7 +26,7 @@ from .steady import SteadyWeight, by_rows, pack_steadily
 if TYPE_CHECKING:
     from .float8_rows import Float8Rows
 
-MANY_ROWS = 1024  # whose product takes no longer if it reads the residual, and the norm behind it then writes half
+MANY_ROWS = 1024  # of x, from which on a product that reads the residual takes no longer, and the norm moves half
 # What a linear layer may hold.
 Weight = Tensor | PackedWeight | IntegerWeight | Float8Weight | Float4Weight | PackedCodes | SteadyWeight
 
