@@ -22,6 +22,7 @@ from ..formats.loaders import loaded_dtype, page_loaders
 from ..fusion import FUSED
 from ..nvidia import has_large_shared
 from ..paged_decode.triton import LOG2_E, Tuning, bank_arguments
+from . import hopper
 from .kernel import prefill_kernel
 from .plan import PrefillWork
 from .stage import stage_kernel
@@ -75,11 +76,12 @@ def paged_prefill(
     Shapes:  q [N, HQ, D], any strides of the outer dims;  arena [nbytes] uint8;  null_logits [HQ];
              returns [N, HQ, D] in q's dtype
     ``pages[r]``: this layer's page layout on rung r. Slots and offsets of rung 0, which is dense, are multiples of the
-    bytes of D elements.
+    bytes of D elements. ``tuning``: of the kernel for all devices, which is launched then.
     """
     assert pages[0] is not None and work.rungs[0] == 0
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = pages[0].k.shape.num_kv_heads
+    group = num_heads // num_kv_heads
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     assert arena.dtype == torch.uint8 and q.stride(2) == out.stride(2) == 1 and num_heads % num_kv_heads == 0
     launches = [Launch(0, pages[0], arena, work.addresses)]
@@ -92,21 +94,12 @@ def paged_prefill(
         page = launch.page
         if launch.piece:
             _stage(arena, work, pages[launch.rung], launch)
-        constexprs, tuned = prefill_variant(
-            page,
-            num_heads // num_kv_heads,
-            work.sink_tokens,
-            tuning,
-            block_m=triton.next_power_of_2(work.tile_tokens * (num_heads // num_kv_heads)),
-            window=work.window,
-            softcap=softcap,
-        )
-        prefill_kernel[(num_kv_heads, len(work.tiles))](
+        kernel, rows, others, options = _kernel_of(launch, group, work, tuning, softcap, q.dtype)
+        kernel[(num_kv_heads, len(work.tiles))](
             q,
             q.stride(0),
             q.stride(1),
-            launch.memory,
-            _rows(launch, [constexprs["TILE"], constexprs["BLOCK_D"]]),
+            rows,
             page.k_place.codes,
             page.v_place.codes,
             work.tiles,
@@ -120,23 +113,39 @@ def paged_prefill(
             out.stride(0),
             out.stride(1),
             scale * LOG2_E,
-            work.positions,
             None if launch.piece else null_logits,
+            *others,
             IS_STAGED=launch.piece is not None,
             IS_LAST=launch is launches[-1],
-            **constexprs,
-            num_warps=tuned.num_warps,
+            **options,
             **FUSED,
         )
     return out
 
 
-def _rows(launch: Launch, tile: list[int]) -> TensorDescriptor:
-    """A descriptor of the whole rows [R, D] of a launch's memory, fetched ``tile`` at a time."""
+def _kernel_of(
+    launch: Launch,
+    group: int,
+    work: PrefillWork,
+    tuning: Tuning | None,
+    softcap: float | None,
+    dtype: torch.dtype,
+) -> tuple[Any, Any, tuple[Tensor | None, ...], dict[str, Any]]:
+    """The kernel that a launch takes for queries of ``dtype``, a descriptor of its rows, its own arguments, options."""
+    page, rows, block_m = launch.page, _rows(launch), triton.next_power_of_2(work.tile_tokens * group)
+    if tuning is None and hopper.suits(page, dtype, block_m, work.window, softcap, rows.device):
+        return hopper.kernel(), hopper.tile_rows(rows), (), hopper.hopper_options(page, group, work.sink_tokens)
+    constexprs, tuned = prefill_variant(page, group, work.sink_tokens, tuning, block_m, work.window, softcap)
+    descriptor = TensorDescriptor.from_tensor(rows, [constexprs["TILE"], constexprs["BLOCK_D"]])
+    return prefill_kernel, descriptor, (launch.memory, work.positions), {**constexprs, "num_warps": tuned.num_warps}
+
+
+def _rows(launch: Launch) -> Tensor:
+    """The whole rows [R, D] of a launch's memory."""
     k, nbytes = launch.page.k, launch.memory.numel()
     dtype, head_dim = _dense_dtype(k), k.shape.head_dim
     whole = launch.memory[: nbytes - nbytes % (head_dim * dtype.itemsize)]
-    return TensorDescriptor.from_tensor(whole.view(dtype).view(-1, head_dim), tile)
+    return whole.view(dtype).view(-1, head_dim)
 
 
 def _dense_dtype(side: Side) -> torch.dtype:

@@ -19,6 +19,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from qkv_engine.kernels.delta_net import STATE_FORMATS, StateSpec
 from qkv_engine.kernels.delta_net import triton as delta_net
@@ -30,7 +31,6 @@ from qkv_engine.kernels.delta_net.chunk_kernels import (
 )
 from qkv_engine.kernels.delta_net.format_kernels import narrow_state_kernel
 from qkv_engine.kernels.delta_net.step_kernels import conv_step_kernel, delta_step_kernel, gated_norm_kernel
-from qkv_engine.kernels.formats import PageLayout
 from qkv_engine.kernels.fusion import FUSED, UNFUSED
 from qkv_engine.kernels.linear import integer
 from qkv_engine.kernels.linear.bulk import HALF, TileRange, bulk_codes_kernel, bulk_variant
@@ -45,10 +45,8 @@ from qkv_engine.kernels.moe.code_kernel import expert_codes_kernel
 from qkv_engine.kernels.moe.route_kernel import route_kernel, sort_kernel
 from qkv_engine.kernels.moe.sum_kernel import down_sum_kernel, gate_up_sum_kernel
 from qkv_engine.kernels.moe.tile_kernel import combine_kernel, expert_tile_kernel
-from qkv_engine.kernels.paged_decode.triton import NO_BANKS, Tuning, decode_variant
-from qkv_engine.kernels.paged_prefill.kernel import prefill_kernel
-from qkv_engine.kernels.paged_prefill.stage import stage_kernel
-from qkv_engine.kernels.paged_prefill.triton import prefill_variant, stage_constexprs
+from qkv_engine.kernels.paged_decode.triton import Tuning
+from qkv_engine.kernels.paged_prefill import hopper
 from qkv_engine.kernels.rms_norm.triton import rms_norm_kernel, rms_norm_variant
 from qkv_engine.kernels.rope_kv_write.basis_triton import rope_basis_kv_write_kernel, rope_basis_kv_write_variant
 from qkv_engine.kernels.rope_kv_write.triton import rope_kv_write_kernel, rope_kv_write_variant
@@ -59,14 +57,14 @@ from qkv_engine.kernels.sigmoid_gate import triton as sigmoid_gate
 from qkv_engine.kernels.sigmoid_gate.triton import sigmoid_gate_kernel
 from qkv_engine.kernels.swiglu.triton import swiglu_kernel, swiglu_variant
 
+from .compiled_attention import attention_kernels
 from .in_flight import overwritten
-from .inputs import PATTERN_SHAPES, dense_page, named_page, pattern_page, uniform_page
+from .inputs import PATTERN_SHAPES, dense_page, named_page, pattern_page
 from .moe_codes import coded_experts_kernels
 
 POINTERS = {"q_ptr": "*bf16", "arena_ptr": "*u8", "addresses_ptr": "*i64", "out_ptr": "*bf16", "o_ptr": "*fp32"}
 POINTERS |= {"lse_ptr": "*fp32", "scale_log2": "fp32", "staged_ptr": "*fp16", "staged_addresses_ptr": "*i64"}
 POINTERS |= {"offsets_ptr": "*i64", "banks_ptr": "*i64"}
-NO_RULE = {"positions_ptr": None, "null_logits_ptr": None}  # of prefill: no window, no null logits
 BF16 = ("x", "residual", "weight", "gate_up", "qkv", "pages", "logits", "source")
 POINTERS |= {f"{name}_ptr": "*bf16" for name in (*BF16, "inner", "pairs", "gate", "q_basis", "k_basis", "bias")}
 POINTERS |= {"codes_ptr": "*u8", "scales_ptr": "*bf16", "zeros_ptr": "*u8"}
@@ -87,7 +85,10 @@ def compile_kernel(kernel: Any, constexprs: dict[str, Any], tuning: Tuning, capa
     constexprs = {each.name: each.default for each in kernel.params if each.has_default} | constexprs
     names = [n for n in kernel.arg_names if n not in constexprs]
     types = {n: POINTERS.get(n, "*i32" if n.endswith("_ptr") else "i32") for n in names}
-    if "rows" in types:
+    if kernel.is_gluon():
+        shape = f"{constexprs['TILE']}, {constexprs['D']}"
+        types["rows"] = f"tensordesc<bf16[{shape}],{hopper.tile_layout(torch.bfloat16)!r}>"
+    elif "rows" in types:
         tile = constexprs["TILE"], constexprs["BLOCK_D"]
         types["rows"] = f"tensordesc<{constexprs['SIDE'].STORED}[{tile[0]}, {tile[1]}]>"
     if kernel is bulk_codes_kernel:
@@ -101,7 +102,7 @@ def compile_kernel(kernel: Any, constexprs: dict[str, Any], tuning: Tuning, capa
     if kernel in (linear_tile_kernel, rms_norm_kernel) and constexprs["SPLITS"] > 1:
         types["out_ptr" if kernel is linear_tile_kernel else "x_ptr"] = "*fp32"
     aligned = [n for n in names if n.endswith(("_ptr", "_offset", "_bank")) or n.startswith("stride") or n == "V"]
-    source = ASTSource(
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
         fn=kernel,
         signature={n: types.get(n, "constexpr") for n in kernel.arg_names},
         attrs={(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in aligned},
@@ -130,31 +131,6 @@ def describe(built: Any) -> dict[str, Any]:
     found |= {"registers": int(usage["REG"]), "spilled": int(usage["STACK"]), "instructions": sum(ops.values())}
     found |= {name: ops[name] for name in ("HMMA", "IMMA", "HGMMA", "IGMMA", "LDGSTS", "LDG", "LDL")}
     return found | {"overwritten": overwritten(text), "mix": dict(ops.most_common(24))}
-
-
-def variants() -> dict[str, tuple[PageLayout, int]]:
-    """Page format and query heads a KV head by name."""
-    bf16, fp16 = torch.bfloat16, torch.float16
-    found = {f"dense bf16 D{d} G4": (dense_page(bf16, 8, d), 4) for d in (64, 80, 96, 128, 256)}
-    found["dense fp16 D128 G4"] = (dense_page(fp16, 8, 128), 4)
-    found["dense fp32 D128 G4"] = (dense_page(torch.float32, 8, 128), 4)
-    found["dense bf16 D128 G16"] = (dense_page(bf16, 8, 128), 16)
-    for bits in (8, 4, 2):
-        for d, g in ((128, 4), (128, 1), (128, 8), (64, 4), (80, 4), (256, 4)):
-            found[f"int{bits} D{d} G{g}"] = (uniform_page(bits, 8, d), g)
-    for bits in (4, 3, 2, 1):
-        found[f"float int{bits}/32 D128 G4"] = (uniform_page(bits, 8, 128, group=32), 4)
-    for name in ("kitty-12.5", "kitty-25"):
-        found |= {f"{name} D128 G{g}": (named_page(name, "int2-token-128", 8, 128), g) for g in (4, 1, 8)}
-    for name in ("graded-16x4-48x2", "int4-channel-128", "int8-channel-128"):
-        found |= {f"{name} both D128 G{g}": (named_page(name, name, 8, 128), g) for g in (4, 8)}
-    found |= {f"int2 patterns{m} D128 G8": (pattern_page(2, m, 8, 128), 8) for m in (32, 64)}
-    for number, heads, group, d in PATTERN_SHAPES:
-        for bits, tokens in product((4, 2, 1), (128, 32)):
-            page = pattern_page(bits, number, heads, d, tokens)
-            found[f"int{bits}/{tokens} patterns{number} D{d} G{group}"] = page, group
-    found["float int8 per token D128 G4"] = (uniform_page(8, 8, 128, k_axis="token"), 4)
-    return found
 
 
 def fused_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
@@ -331,39 +307,9 @@ def sample_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
         yield kernel.__name__.removesuffix("_kernel"), kernel, constexprs, Tuning(num_warps, 3)
 
 
-def ruled_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
-    """Attention with a window, and with a soft cap."""
-    pages = variants()
-    formats = ("dense bf16 D64", "dense bf16 D128", "dense bf16 D256", "int8 D128", "int4 D128", "int2 D128")
-    rules: list[dict[str, Any]] = [{"window": 4096}, {"softcap": 50.0}]
-    for name, rule in product((f"{name} G4" for name in formats), rules):
-        page, group = pages[name]
-        kernel, constexprs, tuning = decode_variant(page, group, sink_tokens=32, **rule)
-        suffix = " ".join(rule)
-        yield f"{name} {suffix}", kernel, {**constexprs, **NO_BANKS, "OVERLAP": True}, tuning
-        if page.k.dense_dtype is not None:
-            constexprs, tuning = prefill_variant(page, group, 32, **rule)
-            for is_staged in (False, True):
-                place = {"IS_STAGED": is_staged, "IS_LAST": True, **NO_RULE}
-                if "window" in rule:
-                    del place["positions_ptr"]
-                staged = " staged" if is_staged else ""
-                yield f"prefill{staged} {name} {suffix}", prefill_kernel, {**constexprs, **place}, tuning
-
-
 def compiled_kernels() -> Iterator[tuple[str, Any, dict[str, Any], Tuning]]:
     """Name, kernel, compile-time arguments and launch parameters of every variant."""
-    for name, (page, group) in variants().items():
-        kernel, constexprs, tuning = decode_variant(page, group, sink_tokens=32)
-        no_banks = {} if page.has_bank else NO_BANKS
-        yield name, kernel, {**constexprs, **no_banks, "OVERLAP": True}, tuning
-        if group == 4 and page.k.dense_dtype is not None:
-            constexprs, tuning = prefill_variant(page, group, 32)
-            place = {"IS_STAGED": False, "IS_LAST": True, **NO_RULE}
-            yield f"prefill {name}", prefill_kernel, {**constexprs, **place}, tuning
-        elif group == 4:
-            yield f"stage {name}", stage_kernel, {**stage_constexprs(page), **no_banks}, Tuning(4, 1)
-    yield from ruled_kernels()
+    yield from attention_kernels()
     yield from seal_kernels()
     yield from fused_kernels()
     yield from basis_kernels(64, 80, 96, 128, 256)

@@ -46,7 +46,7 @@ from ..kernels import (
 from ..kernels.format_pages import HEAD_DIMS, lay_apart, make_blocks
 from ..kernels.graded_cases import graded_sides, layouts
 from ..kernels.graded_cases import steps as graded_steps
-from .overlapped_cases import decode_overlapped
+from .overlapped_cases import decode_overlapped, prefill_overlapped
 
 DEVICE = "cuda"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -298,6 +298,7 @@ CASES: dict[Callable[[int], Figure], int] = {  # and how many seeds are run
     decode_overlapped: 30,
     decode_far: 1,
     prefill: 30,
+    prefill_overlapped: 30,
     windows: 40,
     page_formats: 24,
     norms: 30,

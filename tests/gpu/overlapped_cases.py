@@ -1,4 +1,4 @@
-"""Attention whose queries the kernel before writes while it has begun: it must wait for them."""
+"""Attention that overlaps: with the kernel before, which writes its queries, and softmax with its own products."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import torch
 
 from qkv_engine.kernels.paged_decode.layer import LayerFormats
 from qkv_engine.kernels.paged_decode.triton import paged_decode
+from qkv_engine.kernels.paged_prefill import triton as prefill_kernels
 from qkv_engine.kernels.rms_norm import rms_norm
 from qkv_engine.kernels.rope_kv_write import rope_kv_write
 from studies.kernels.inputs import dense_page, make_case, uniform_page
 
-from ..kernels import triton_decode_cases
+from ..kernels import triton_decode_cases, triton_prefill_cases
 
 DEVICE = "cuda"
-BF16 = torch.bfloat16
+BF16, FP16 = torch.bfloat16, torch.float16
 LONG = 8192, 4096  # rows and columns of a norm that takes tens of microseconds
 
 
@@ -40,3 +41,27 @@ def decode_overlapped(seed: int) -> tuple[float, float]:
     q = rope_kv_write(qkv, cos, sin, nowhere, room, 0, kv_heads)
     paged_decode(q, case.arena, work, layer, 0.1, out)
     return float((out != want).sum()), 0.0
+
+
+def prefill_overlapped(seed: int) -> tuple[float, float]:
+    """How many results of large tiles differ from those of the kernel for all devices: none, on Hopper, too."""
+    rng = random.Random(seed)
+    dtype, kv_heads, group, head_dim = rng.choice((BF16, FP16)), rng.choice((1, 2, 4)), rng.randint(1, 16), 256
+    bits = rng.choice(((), (), (8,), (4, 2)))
+    pages = [dense_page(dtype, kv_heads, head_dim), *(uniform_page(each, kv_heads, head_dim) for each in bits)]
+    chunks = [
+        (rng.choice((0, rng.randint(1, 1500))), rng.choice((1, 2, 64, 128, rng.randint(1, 700))))
+        for _ in range(rng.randint(1, 5))
+    ]
+    sink, nulls = rng.choice((0, 16, 32, 128)), rng.random() < 0.3
+    case, q, counts = triton_prefill_cases.build(pages, chunks, group, sink, dtype, seed, DEVICE)
+    logits = torch.randn(q.shape[1], device=DEVICE) if nulls else None
+    usual, prefill_kernels.STAGED_NBYTES = prefill_kernels.STAGED_NBYTES, rng.choice((1, 1 << 20, 256 << 20))
+    try:
+        found, want = (
+            triton_prefill_cases.attend(case, q, counts, tuning=tuning, null_logits=logits)
+            for tuning in (None, prefill_kernels.LARGE_TUNING)
+        )
+    finally:
+        prefill_kernels.STAGED_NBYTES = usual
+    return float((found != want).sum()), 0.0

@@ -48,6 +48,9 @@ def attention() -> None:
     chunks = [(0, 40), (331, 70)]
     case, q, counts = triton_prefill_cases.build([pages[0], pages[2]], chunks, 3, 20, BF16, device="cuda")
     assert triton_prefill_cases.attend(case, q, counts).isfinite().all()
+    wide = [dense_page(BF16, HEADS, 256), uniform_page(4, HEADS, 256)]  # in large tiles, of a kernel of Hopper's
+    case, q, counts = triton_prefill_cases.build(wide, chunks, 3, 20, BF16, device="cuda")
+    assert triton_prefill_cases.attend(case, q, counts).isfinite().all()
 
 
 def windows() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def attend(
-    case: Case, q: Tensor, counts: Sequence[int], out: Tensor | None = None, block_m: int | None = None
+    case: Case, q: Tensor, counts: Sequence[int], out: Tensor | None = None, block_m: int | None = None, **options: Any
 ) -> Tensor:
     """Attention in tiles of ``block_m`` rows, by default those of the device."""
     tokens = torch.tensor(list(counts), device=q.device)
@@ -35,7 +36,7 @@ def attend(
         block_tokens=T,
         banks=case.banks,
     )
-    return paged_prefill(q, case.arena, work, case.pages, q.shape[2] ** -0.5, out).float()
+    return paged_prefill(q, case.arena, work, case.pages, q.shape[2] ** -0.5, out, **options).float()
 
 
 def rows_of(case: Case, q: Tensor) -> int:
