@@ -148,7 +148,7 @@ class Intake:
             )
         return max_tokens
 
-    def _tokenize(self, prompt: object, kwargs: object) -> tuple[str | None, list[Any], Marks | None]:
+    def _tokenize(self, prompt: object, kwargs: object) -> tuple[str | None, Sequence[Any], Marks | None]:
         """Text of a prompt, if it has one, its token ids, not checked yet, and the marks of a conversation."""
         if _is_conversation(prompt):
             tokenizer, variables = self._need_tokenizer("messages", prompt), {} if kwargs is None else kwargs
@@ -162,7 +162,7 @@ class Intake:
             raise RequestError("several prompts", field="prompt", value=prompt, remedy=_SEVERAL_REMEDY)
         found = _prompt_of(prompt) if isinstance(prompt, Mapping) else prompt
         if isinstance(found, list | tuple):
-            return None, list(found), None
+            return None, found, None
         if not isinstance(found, str):
             raise RequestError("not a prompt", field="prompt", value=found, remedy=_PROMPT_REMEDY)
         encode = self._need_tokenizer("prompt", found).encode

@@ -6,6 +6,7 @@ Also reads the defaults a model ships in generation_config.json. Nothing here ne
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
@@ -255,21 +256,18 @@ def check_ids(name: str, value: object, vocab_size: int, limit: int | None = Non
         raise RequestError("must be a list of token ids", field=name, value=value)
     if limit is not None and len(value) > limit:
         raise RequestError(f"has {len(value)} ids", field=name, value=value, remedy=f"Use at most {limit}")
-    ids = list(value)
-    if [*map(type, ids)].count(int) < len(ids):
-        wrong = next(item for item in ids if type(item) is not int)
-        raise RequestError(
-            f"must hold plain ints, not {type(wrong).__name__}",
-            field=name,
-            value=wrong,
-            remedy="Convert with .tolist() or int()",
-        )
-    try:
-        msgspec.convert(ids, list[Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]])  # faster than min and max
-    except msgspec.ValidationError:
-        wrong, remedy = next(x for x in ids if not 0 <= x < vocab_size), f"The model's ids are 0 to {vocab_size - 1}"
-        raise RequestError("no such token", field=name, value=wrong, remedy=remedy) from None
-    return ids
+    with suppress(Exception):  # odd items raise errors of their own; what is wrong is found below
+        return msgspec.convert(value, list[Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]])  # one fast pass
+    wrong = next(item for item in value if type(item) is not int or not 0 <= item < vocab_size)
+    if type(wrong) is int:
+        remedy = f"The model's ids are 0 to {vocab_size - 1}"
+        raise RequestError("no such token", field=name, value=wrong, remedy=remedy)
+    raise RequestError(
+        f"must hold plain ints, not {type(wrong).__name__}",
+        field=name,
+        value=wrong,
+        remedy="Convert with .tolist() or int()",
+    )
 
 
 def _prompt_logprob_ids(value: object, vocab_size: int) -> list[list[int]]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
+
+ALIGNMENT = 16  # bytes, of tensors that come in one copy: kernels are compiled for pointers so aligned
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
@@ -18,6 +22,35 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     pinned = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
     copy_here(pinned, x)
     return pinned.to(device, non_blocking=True)
+
+
+def all_to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Copies of host tensors on ``device``, brought in one copy, since each takes the host some 40 us.
+
+    Tensors that are already there are returned as they are.
+    """
+    here = [x for x in tensors if x.device != device]
+    if not here:
+        return list(tensors)
+    nbytes = sum(_padded_nbytes(x) for x in here)
+    pinned = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)  # named, as in ``to_device``
+    for target, source in zip(parts_of(pinned, here), here, strict=True):
+        copy_here(target, source)
+    moved = iter(parts_of(pinned.to(device, non_blocking=True), here))
+    return [x if x.device == device else next(moved) for x in tensors]
+
+
+def parts_of(memory: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Views of ``memory`` [n] uint8 with shapes and dtypes of ``like``, one behind the other, each aligned."""
+    found, first = list[Tensor](), 0
+    for x in like:
+        found.append(memory[first : first + x.nbytes].view(x.dtype).view(x.shape))
+        first += _padded_nbytes(x)
+    return found
+
+
+def _padded_nbytes(x: Tensor) -> int:
+    return -(-x.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def copy_here(target: Tensor, source: Tensor) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..to_device import to_device
+from ..to_device import all_to_device
 from .cpu import CHUNK
 
 
@@ -57,4 +57,4 @@ class ChunkWork:
 
     def to(self, device: torch.device) -> ChunkWork:
         """The same plan on another device."""
-        return ChunkWork(*(to_device(x, device) for x in (self.words, self.items, self.chunks)))
+        return ChunkWork(*all_to_device((self.words, self.items, self.chunks), device))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..paged_decode.plan import ABSENT
-from ..to_device import to_device
+from ..to_device import all_to_device
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -123,13 +123,16 @@ class PrefillWork:
         """The same plan on another device."""
         if device == self.addresses.device:
             return self
-        addresses, tiles, runs, *blocks = (
-            to_device(x, device) for x in (self.addresses, self.tiles, self.runs, *self.blocks)
-        )
-        banks, positions = (None if x is None else to_device(x, device) for x in (self.banks, self.positions))
-        return replace(
-            self, addresses=addresses, tiles=tiles, runs=runs, blocks=tuple(blocks), banks=banks, positions=positions
-        )
+        names = ("addresses", "tiles", "runs", "banks", "positions")
+        own = {name: x for name in names if (x := getattr(self, name)) is not None}
+        found = all_to_device([*own.values(), *self.blocks], device)
+        moved: dict[str, Any] = dict(zip(own, found, strict=False))  # those of blocks are left
+        return replace(self, **moved, blocks=tuple(found[len(own) :]))
+
+    def with_tiles_of(self, other: PrefillWork) -> PrefillWork:
+        """This plan with the tiles alone that ``other``, on the host, has."""
+        tiles, runs = all_to_device((other.tiles, other.runs), self.tiles.device)
+        return replace(self, tiles=tiles, runs=runs)
 
 
 def _int32(x: Ints) -> Tensor:

@@ -193,10 +193,13 @@ def test_logprobs_equal_transformers(
     reference, loaded = saved(family, changes), load_for(tmp_path)
     with torch.inference_mode():
         theirs = reference(IDS[None]).logits[0].log_softmax(-1)
-    assert loaded.config.architecture == f"{family}ForCausalLM"
+        exact = reference.double()(IDS[None]).logits[0].log_softmax(-1)
+    # Delta nets amplify roundings, on some processors more: then as near as theirs are to those in float64, twice over.
+    bound = max(1e-4, 2 * float((theirs - exact).abs().max()))
+    assert loaded.config.architecture == f"{family}ForCausalLM" and bound < 1e-3
     for steps in ((), (37, 1, 1, 130, 1, 130)):
         ours = logits_of(loaded, IDS, steps=steps).log_softmax(-1)
-        assert (ours - theirs).abs().max() < 1e-4
+        assert (ours - theirs).abs().max() < bound
     assert theirs.exp().max() > 0.02  # far from even: another model would be seen
 
 

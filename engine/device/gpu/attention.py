@@ -43,9 +43,9 @@ class LastChunks(NamedTuple):
     layer: int
     work: PrefillWork
 
-    def to(self, device: torch.device) -> LastChunks:
-        """The same on another device."""
-        return self._replace(work=self.work.to(device))
+    def beside(self, plans: ChunkPlans) -> LastChunks:
+        """The same on the device of ``plans``, those of all tiles."""
+        return self._replace(work=plans[self.group].with_tiles_of(self.work))
 
 
 class GpuAttentionPlanner:

@@ -197,7 +197,8 @@ class GpuSteps:
             last = self.planner.plan_last(plans, wanted - num_decodes)
         on_device = None if plans is None else [work.to(self.device) for work in plans]
         states = None if state_chunks is None else state_chunks.to(self.device)
-        last = None if last is None else last.to(self.device)
+        if last is not None and on_device is not None:
+            last = last.beside(on_device)
         placed, step = self.planner.begin(step_input, number, num_decodes, bounds, on_device, states, last)
         return compute_hidden(self.model, placed.input_ids, placed.positions, step, rows)
 
