@@ -38,9 +38,10 @@ def tile_in_pages(i, full_tiles, sink_tiles):
 
 
 @gluon.jit
-def first_rows(i, run, i_h, D: gl.constexpr, T: gl.constexpr, S: gl.constexpr, TILE: gl.constexpr):
+def first_rows(i, pages, span, i_h, D: gl.constexpr, T: gl.constexpr, S: gl.constexpr, TILE: gl.constexpr):
     """The first rows of a tile's keys and values; those of the last tile for one behind it."""
-    p_addresses, k_offset, v_offset, num_sinks, sink_tiles, full_tiles, num_tiles, _, _ = run
+    p_addresses, num_sinks, k_offset, v_offset = pages
+    full_tiles, sink_tiles, num_tiles, _, _ = span
     PAGE_TILES: gl.constexpr = T // TILE
     is_sink, i_tile = tile_in_pages(gl.minimum(i, num_tiles - 1), full_tiles, sink_tiles)
     address = gl.load(p_addresses + gl.where(is_sink, 0, num_sinks + i_tile // PAGE_TILES))
@@ -53,9 +54,9 @@ def first_rows(i, run, i_h, D: gl.constexpr, T: gl.constexpr, S: gl.constexpr, T
 
 
 @gluon.jit
-def tokens_of(i, run, T: gl.constexpr, S: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr):
+def tokens_of(i, span, T: gl.constexpr, S: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr):
     """Positions [TILE] of a tile's tokens, and which of them are written."""
-    _, _, _, _, sink_tiles, full_tiles, _, position, end = run
+    full_tiles, sink_tiles, _, position, end = span
     PAGE_TILES: gl.constexpr = T // TILE
     is_sink, i_tile = tile_in_pages(i, full_tiles, sink_tiles)
     o = gl.arange(0, TILE, layout=LAYOUT)
@@ -65,18 +66,18 @@ def tokens_of(i, run, T: gl.constexpr, S: gl.constexpr, TILE: gl.constexpr, LAYO
 
 
 @gluon.jit
-def hide_unseen(b_s, b_position, i, run, T: gl.constexpr, S: gl.constexpr, TILE: gl.constexpr):
+def hide_unseen(b_s, b_position, i, span, T: gl.constexpr, S: gl.constexpr, TILE: gl.constexpr):
     """Scores [BLOCK_M, TILE] without those of tokens that a row does not see."""
     LAYOUT: gl.constexpr = gl.SliceLayout(0, b_s.type.layout)
-    o_position, b_t = tokens_of(i, run, T, S, TILE, LAYOUT)
+    o_position, b_t = tokens_of(i, span, T, S, TILE, LAYOUT)
     b_seen = gl.expand_dims(b_t, 0) & (gl.expand_dims(o_position, 0) <= gl.expand_dims(b_position, 1))
     return gl.where(b_seen, b_s, float("-inf"))
 
 
 @gluon.jit
-def clear_unwritten(s_v, i, run, T: gl.constexpr, S: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr):
+def clear_unwritten(s_v, i, span, T: gl.constexpr, S: gl.constexpr, TILE: gl.constexpr, LAYOUT: gl.constexpr):
     """Zeros in place of the values of tokens that are not written."""
-    _, b_t = tokens_of(i, run, T, S, TILE, gl.SliceLayout(1, LAYOUT))
+    _, b_t = tokens_of(i, span, T, S, TILE, gl.SliceLayout(1, LAYOUT))
     b_v = s_v.load(LAYOUT)
     s_v.store(gl.where(gl.expand_dims(b_t, 1), b_v, gl.zeros_like(b_v)))
     fence_async_shared()
@@ -109,41 +110,43 @@ def scaled(b_acc, b_factor):
 
 @gluon.jit
 def attend_turns(
-    from_turn, to_turn, run, b_p, b_m, b_l, b_acc, b_position, fetched, i_h, rows, s_q, s_k, s_v, s_ready, scale_log2,
+    from_turn, to_turn, pages, span, state, b_position, fetched, i_h, rows, shared, scale_log2,
     IS_MASKED: gl.constexpr, T: gl.constexpr, S: gl.constexpr, IO_LAYOUT: gl.constexpr, S_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """For j of the turns the product of tile j with V, beside the scores and the softmax of tile j + 1.
 
-    ``b_p`` are the weights of tile ``from_turn``. ``fetched``: rows that the next turn has fetched, of the keys of tile
-    j + 2 and the values of tile j + 1, and those of the values behind them.
+    ``state``: weights of tile ``from_turn`` and (m, l, acc) with it. ``fetched``: first rows that the next turn has
+    fetched, of the keys of tile j + 2 and the values of tile j + 1, and those of the values behind them.
     """
+    b_p, b_m, b_l, b_acc = state
+    s_q, s_k, s_v, s_ready = shared
     BLOCK_M: gl.constexpr = s_q.shape[0]
     TILE: gl.constexpr = s_k.shape[1]
     D: gl.constexpr = s_k.shape[2]
     P_LAYOUT: gl.constexpr = b_p.type.layout
-    full_tiles = run[5]
+    full_tiles = span[0]
     k_row, v_row, next_v_row = fetched
     for j in range(from_turn, to_turn):
         here, there = j % 2, (j + 1) % 2
         mbarrier.wait(s_ready.index(here), j // 2 % 2)
         if IS_MASKED:  # noqa: SIM102 - known when the kernel is compiled
             if j >= full_tiles:
-                clear_unwritten(s_v.index(here), j, run, T, S, TILE, IO_LAYOUT)
+                clear_unwritten(s_v.index(here), j, span, T, S, TILE, IO_LAYOUT)
         b_s = gl.zeros([BLOCK_M, TILE], gl.float32, S_LAYOUT)
         b_s = warpgroup_mma(s_q, s_k.index(there).permute((1, 0)), b_s, use_acc=False, is_async=True)
         b_acc = warpgroup_mma(b_p, s_v.index(here), b_acc, is_async=True)
         barrier()  # both warpgroups have tile j's scores and tile j - 1's product, whose places are free
         fetch(rows, k_row, v_row, s_ready.index(there), s_k.index(here), s_v.index(there), TILE * D * 2)
         v_row = next_v_row
-        k_row, next_v_row = first_rows(j + 3, run, i_h, D, T, S, TILE)
+        k_row, next_v_row = first_rows(j + 3, pages, span, i_h, D, T, S, TILE)
         b_s = warpgroup_mma_wait(1, deps=[b_s])
         if IS_MASKED:
-            b_s = hide_unseen(b_s, b_position, j + 1, run, T, S, TILE)
+            b_s = hide_unseen(b_s, b_position, j + 1, span, T, S, TILE)
         b_next, b_m, b_l, b_shrink = soften(b_s, b_m, b_l, scale_log2, P_LAYOUT, rows.dtype)
         b_acc, b_p, b_next = warpgroup_mma_wait(0, deps=[b_acc, b_p, b_next])
         b_p = b_next
         b_acc = scaled(b_acc, b_shrink)
-    return b_p, b_m, b_l, b_acc, (k_row, v_row, next_v_row)
+    return (b_p, b_m, b_l, b_acc), (k_row, v_row, next_v_row)
 
 
 @gluon.jit(do_not_specialize=["from_block", "to_block"])
@@ -210,7 +213,8 @@ def prefill_hopper_kernel(
     num_tiles += sink_tiles
     p_addresses = addresses_ptr + gl.where(num_tiles > 0, first, 0)
     num_tiles = gl.maximum(num_tiles, 1)  # where there is none, one of which no row sees anything
-    run = (p_addresses, k_offset, v_offset, num_sinks, sink_tiles, full_tiles, num_tiles, position, end)
+    pages = (p_addresses, num_sinks, k_offset, v_offset)
+    span = (full_tiles, sink_tiles, num_tiles, position, end)
 
     s_ready = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
     s_k = gl.allocate_shared_memory(rows.dtype, [2, TILE, D], rows.layout)
@@ -219,12 +223,12 @@ def prefill_hopper_kernel(
         mbarrier.init(s_ready.index(i), count=1)
     fence_async_shared()
     barrier()
-    k_row, v_row = first_rows(0, run, i_h, D, T, S, TILE)
+    k_row, v_row = first_rows(0, pages, span, i_h, D, T, S, TILE)
     mbarrier.expect(s_ready.index(2), TILE * D * 2)
     async_load(rows, [k_row, 0], s_ready.index(2), s_k.index(0))
-    k_row, next_v_row = first_rows(1, run, i_h, D, T, S, TILE)
+    k_row, next_v_row = first_rows(1, pages, span, i_h, D, T, S, TILE)
     fetch(rows, k_row, v_row, s_ready.index(0), s_k.index(1), s_v.index(0), TILE * D * 2)
-    k_row, v_row = first_rows(2, run, i_h, D, T, S, TILE)
+    k_row, v_row = first_rows(2, pages, span, i_h, D, T, S, TILE)
     fetched = (k_row, next_v_row, v_row)
 
     # Queries and results pass through shared memory, where they have the layout of the tensor cores.
@@ -260,22 +264,23 @@ def prefill_hopper_kernel(
     b_s = gl.zeros([BLOCK_M, TILE], gl.float32, S_LAYOUT)
     b_s = warpgroup_mma(s_q, s_k.index(0).permute((1, 0)), b_s, use_acc=False)
     if full_tiles == 0:
-        b_s = hide_unseen(b_s, b_position, 0, run, T, S, TILE)
+        b_s = hide_unseen(b_s, b_position, 0, span, T, S, TILE)
     b_p, b_m, b_l, b_shrink = soften(b_s, b_m, b_l, scale_log2, P_LAYOUT, rows.dtype)
     b_acc = scaled(b_acc, b_shrink)
-    turn = gl.maximum(full_tiles - 1, 0)
-    b_p, b_m, b_l, b_acc, fetched = attend_turns(
-        0, turn, run, b_p, b_m, b_l, b_acc, b_position, fetched, i_h, rows, s_q, s_k, s_v, s_ready, scale_log2,
+    state, shared = (b_p, b_m, b_l, b_acc), (s_q, s_k, s_v, s_ready)
+    turn, last = gl.maximum(full_tiles - 1, 0), num_tiles - 1
+    state, fetched = attend_turns(
+        0, turn, pages, span, state, b_position, fetched, i_h, rows, shared, scale_log2,
         False, T, S, IO_LAYOUT, S_LAYOUT,
     )  # fmt: skip
-    last = num_tiles - 1
-    b_p, b_m, b_l, b_acc, fetched = attend_turns(
-        turn, last, run, b_p, b_m, b_l, b_acc, b_position, fetched, i_h, rows, s_q, s_k, s_v, s_ready, scale_log2,
+    state, fetched = attend_turns(
+        turn, last, pages, span, state, b_position, fetched, i_h, rows, shared, scale_log2,
         True, T, S, IO_LAYOUT, S_LAYOUT,
     )  # fmt: skip
+    b_p, b_m, b_l, b_acc = state
     mbarrier.wait(s_ready.index(last % 2), last // 2 % 2)
     if last >= full_tiles:
-        clear_unwritten(s_v.index(last % 2), last, run, T, S, TILE, IO_LAYOUT)
+        clear_unwritten(s_v.index(last % 2), last, span, T, S, TILE, IO_LAYOUT)
     b_acc = warpgroup_mma(b_p, s_v.index(last % 2), b_acc)
     b_out = b_acc / gl.expand_dims(gl.convert_layout(gl.maximum(b_l, 1e-30), ROW_O), 1)
     if IS_LAST:
