@@ -28,7 +28,7 @@ from qkv_engine.errors import QKVError
 
 from .gpu_copies import steps_beside_copies
 from .gpu_host import Return, from_disk, returns
-from .gpu_steps import Machine, prompts, spectral, steps, without_bases
+from .gpu_steps import Machine, first_tokens, prompts, spectral, steps, without_bases
 
 TESTS = Path(__file__).resolve().parents[1] / "tests/gpu"
 # K and V of the layers by turns, as plans of so many bits have them on average, and their recent windows.
@@ -183,6 +183,12 @@ def hybrid_prompts(machine: Machine) -> Iterator[Figure]:
     yield Figure("of the products' limit", limit / seconds, "times", 0.7, most=False)
 
 
+def hybrid_first_tokens(machine: Machine) -> Iterator[Figure]:
+    """Prompts of the same alone: short ones are captured, and take what their bytes and products take."""
+    for length, seconds in first_tokens(machine, "qwen3.5-4b", (64, 256, 512, 1024)):
+        yield Figure(f"prompt of {length}", 1e3 * seconds, "ms")
+
+
 def determinism(machine: Machine) -> Iterator[Figure]:
     """Steps of requests of 2,048 tokens in a deterministic engine, over those in another."""
     usual, steady = (
@@ -264,6 +270,7 @@ PARTS: Mapping[str, Part] = {
     "windows-kernel": windows_kernel,
     "hybrid-steps": hybrid_steps,
     "hybrid-prompts": hybrid_prompts,
+    "hybrid-first-tokens": hybrid_first_tokens,
     "determinism": determinism,
     "host": host,
     "host-steps": host_steps,

@@ -32,6 +32,7 @@ from qkv_engine.sizes import parse_size
 
 WARMUP_STEPS, WINDOWS, WINDOW_STEPS = 24, 5, 8  # recurring launches are captured; the median window counts
 NUM_STEPS = WARMUP_STEPS + WINDOWS * WINDOW_STEPS
+FIRST_ROUNDS, ROUNDS = 4, 10  # prompts of a length: some kernels are compiled, and steps captured, by the first ones
 DTYPE = torch.bfloat16
 
 
@@ -144,6 +145,23 @@ def prompts(machine: Machine, shape: str, number: int, length: int, weights: str
     # Of each prompt the last row alone is multiplied by the output embedding.
     multiplied = counted.multiplied - config.vocab_size * config.hidden_size
     return seconds, 2 * multiplied * number * length / FLOPS
+
+
+def first_tokens(machine: Machine, shape: str, lengths: Sequence[int]) -> Iterator[tuple[int, float]]:
+    """Each of ``lengths`` with the seconds to the first token of such a prompt alone, once its steps are captured."""
+    with Engine(
+        model=machine.shape(shape),
+        load_format="random",
+        kv="bf16",
+        dtype="bfloat16",
+        device=machine.device,
+        kv_memory=machine.memory("20GiB"),
+        prefix_caching=False,
+        max_model_len=machine.tokens(8192) + 1,
+    ) as engine:
+        for length in map(machine.tokens, lengths):
+            prompts = [[random_ids(engine.vocab_size, length, index)] for index in range(FIRST_ROUNDS + ROUNDS)]
+            yield length, median([ask(engine, prompt) for prompt in prompts][FIRST_ROUNDS:])
 
 
 def ask(engine: Engine, ids: list[list[int]]) -> float:

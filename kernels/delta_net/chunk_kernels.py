@@ -96,9 +96,9 @@ def conv_state_kernel(
     TILES: tl.constexpr = (C + TILE - 1) // TILE
     item = tl.program_id(0) // TILES
     o_c = tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)
-    m_c = o_c < C
     p_item = items_ptr + item * 4
     first, number, is_first = tl.load(p_item), tl.load(p_item + 1), tl.load(p_item + 2)
+    m_c = o_c < tl.where(number > 0, C, 0)  # padding has no tokens, and no state
     p_state = conv_of(memory_ptr, tl.load(words_ptr + item), CONVS)
     p_conv = p_state.to(tl.pointer_type(x_ptr.dtype.element_ty)) + o_c * (W - 1)
     for i in tl.static_range(W - 1):
@@ -240,4 +240,5 @@ def chunk_scan_kernel(
         b_state = tl.dot(b_new, b_k, b_state * tl.exp2(last), input_precision=PRECISION)
         o_row, m_t = (first + i * CHUNK + o_t).to(tl.int64)[:, None], (i * CHUNK + o_t < number)[:, None]
         tl.store(out_ptr + (o_row * HV + i_h) * DV + o_v[None, :], tl.trans(b_out.to(TYPE)), mask=m_t & m_v)
-    store_state(memory_ptr, word, tl.trans(b_state), i_h, o_k, o_v, DK, DV, DK, DV, FORMATS)
+    num_v = tl.where(number > 0, DV, 0)  # padding has no tokens, and no state
+    store_state(memory_ptr, word, tl.trans(b_state), i_h, o_k, o_v, DK, num_v, DK, DV, FORMATS)

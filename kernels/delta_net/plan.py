@@ -36,6 +36,7 @@ class ChunkWork:
     Shapes:  words [L, I] int64 of each layer's states, as in ``StepWork``;
              items [I, 4] int32 (first row, tokens, whether they are the request's first, first chunk);
              chunks [M, 3] int32 (first row, tokens, item)
+    Items and chunks of padding have no tokens; such items count as a request's first tokens, and words mean nothing.
     """
 
     words: Tensor

@@ -15,10 +15,18 @@ from hypothesis import strategies as st
 
 from qkv_engine.device.backend import StepLimits
 from qkv_engine.device.gpu.captures import all_shapes
-from qkv_engine.device.gpu.mixed import MixedShape, padded_decodes
+from qkv_engine.device.gpu.mixed import (
+    MAX_ITEMS,
+    MixedShape,
+    StateBuffer,
+    padded_chunk,
+    padded_decodes,
+    padded_items,
+)
 from qkv_engine.device.gpu.shapes import LaunchShapes
 from qkv_engine.device.gpu.steps import DecodeShape, padded_batch
 from qkv_engine.device.layouts import build_ladder
+from qkv_engine.kernels.delta_net.plan import ChunkWork
 from qkv_engine.kv import slabs
 from qkv_engine.kv.table import BlockTables
 from qkv_engine.presets import resolve_kv
@@ -39,7 +47,8 @@ def make_tables(kv: str) -> BlockTables:
 @cache
 def listed(kv: str, max_model_len: int) -> list[DecodeShape | MixedShape]:
     tables, limits = make_tables(kv), StepLimits(MAX_NUM_SEQS, max_model_len, 2048)
-    planner: Any = SimpleNamespace(full_group=SimpleNamespace(spec=tables.spec.main, shapes=SHAPES), tile_tokens=16)
+    group = SimpleNamespace(spec=tables.spec.main, shapes=SHAPES)
+    planner: Any = SimpleNamespace(full_group=group, tile_tokens=16, states=None)
     return list(all_shapes(planner, tables.arena.nbytes, limits))
 
 
@@ -84,3 +93,24 @@ def random_counts(tables: Any, number: int, max_model_len: int, rng: random.Rand
     counts = [int(count * min(1.0, tables.arena.nbytes / max(1, nbytes))) for count in counts]
     counts[0] += number * rng.randint(0 if counts[0] >= number else 1, 2) if rng.random() < 0.8 else number
     return counts
+
+
+def test_plans_of_states_lie_at_a_fixed_place_with_padding_behind():
+    buffer = StateBuffer(3, torch.device("cpu"))
+    work = ChunkWork.build([[1, 2, 3], [4, 5, 6]], [0, 7], [65, 3])
+    shape = MixedShape(0, None, 128, 8, padded_items(len(work.items)))
+    found = buffer.work(shape.num_items, shape.num_chunks)
+    buffer.send(ChunkWork.build([[9, 9, 9]] * MAX_ITEMS, [1] * MAX_ITEMS, [2] * MAX_ITEMS))
+    buffer.send(work)
+    assert found.words.tolist() == [[1, 4, 0, 0], [2, 5, 0, 0], [3, 6, 0, 0]]
+    assert found.items.tolist() == [[0, 65, 1, 0], [65, 3, 0, 2], [0, 0, 1, 0], [0, 0, 1, 0]]
+    assert found.chunks.tolist() == [[0, 64, 0], [64, 1, 0], [65, 3, 1], *[[0, 0, 0]] * 3]
+    buffer.clear()
+    assert not found.words.any() and not found.chunks.any() and not found.items[:, 1].any()
+
+
+@pytest.mark.parametrize("counts", [[1024], [961, 63], [65] * 15, [17] * 60, [2] * 64])
+def test_a_shape_has_room_for_the_chunks_of_all_requests(counts: list[int]):
+    shape = MixedShape(0, None, padded_chunk(sum(counts)), 80, padded_items(len(counts)))
+    work = ChunkWork.build([[1]] * len(counts), [0] * len(counts), counts)
+    assert len(work.items) <= shape.num_items <= MAX_ITEMS and len(work.chunks) <= shape.num_chunks

@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from qkv_engine import Engine, KVConfig, RequestOutput, SamplingParams
+from qkv_engine.device.gpu.mixed import MixedShape
 from qkv_engine.device.gpu.steps import DecodeShape
 from qkv_engine.models.loader import read_config
 
@@ -36,10 +37,17 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 MIXED = {"sliding_window": 300, "layer_types": [SLIDING, FULL, SLIDING, SLIDING]}
 EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 3}
 GRANITE = {"attention_multiplier": 0.11, "embedding_multiplier": 12.0, "residual_multiplier": 0.22}
+HYBRID = {
+    "layer_types": [LINEAR, FULL, LINEAR, FULL],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 64,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Cohere2": MIXED | {"logit_scale": 3.0},
     "Gemma2": MIXED | {"query_pre_attn_scalar": 64, "attn_logit_softcapping": 5.0},
@@ -70,10 +78,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 96,
         "mlp_only_layers": [1],
     },
+    "Qwen3Next": HYBRID
+    | {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 64},
+    "Qwen3_5": HYBRID,
     "SmolLM3": {"no_rope_layers": [0, 1, 1, 0]},
 }
 # Those whose kernels of narrow rungs are other families' too: what they cost is slow.
-ALIKE = ("Cohere2", "GraniteMoe", "Olmo3", "Qwen3Moe", "SmolLM3")
+ALIKE = ("Cohere2", "GraniteMoe", "Olmo3", "Qwen3Moe", "Qwen3Next", "SmolLM3")
 NEW_TOKENS = 100
 RNG = Random(0)
 HEAD = [RNG.randrange(5, 990) for _ in range(280)]
@@ -181,7 +192,10 @@ def test_low_precision_costs_what_it_costs_the_cpu(
     assert max(found.values()) <= ERROR_RATIO * found["cpu"] + LEAST_ERROR
 
 
-@pytest.mark.parametrize("family", ["Gemma3", "Gemma4", "GptOss", "GraniteMoe", "Mistral", "Qwen3Moe"])
+GRAPHS = ["Gemma3", "Gemma4", "GptOss", "GraniteMoe", "Mistral", "Qwen3Moe", "Qwen3Next", "Qwen3_5"]
+
+
+@pytest.mark.parametrize("family", GRAPHS)
 def test_graphs_do_not_change_tokens(family: str, tmp_path: Path, device: str = "cuda") -> None:
     """Batches of one to eight, with a preemption; in float32, since the rows of a step decide on its experts' tiles."""
     folder = save(family, tmp_path)
@@ -191,5 +205,6 @@ def test_graphs_do_not_change_tokens(family: str, tmp_path: Path, device: str = 
     graphs = core.runner.backend.steps._graphs
     batches = {shape.batch for shape in graphs._graphs if isinstance(shape, DecodeShape)}
     assert graphs._works and len(batches) >= 3 and core.scheduler.num_preemptions
+    assert any(isinstance(shape, MixedShape) for shape in graphs._graphs)
     plain, _ = test_gpu_steps.serve(test_gpu_steps.GREEDY, cuda_graphs=False, **options)
     assert captured == plain

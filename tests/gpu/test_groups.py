@@ -19,23 +19,15 @@ from qkv_engine.config import RungConfig
 from qkv_engine.kernels.formats.uniform.presets import uniform_rung
 from qkv_engine.presets import PRESETS
 
-from .test_families import FAMILIES, FULL, NEW_TOKENS, OPTIONS, PROMPTS, ROOM, save
+from .test_families import FAMILIES, NEW_TOKENS, OPTIONS, PROMPTS, ROOM, save
 
 pytestmark = pytest.mark.gpu
 
-LINEAR = "linear_attention"
-HYBRID: dict[str, Any] = {
-    "layer_types": [LINEAR, FULL, LINEAR, FULL],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 64,
-}
 CASES = {
     "windows": ("Gemma3", FAMILIES["Gemma3"]),
     "windows, two head dims": ("Gemma4", FAMILIES["Gemma4"]),
     "windows, null logits": ("GptOss", FAMILIES["GptOss"]),
-    "states": ("Qwen3_5", HYBRID),
+    "states": ("Qwen3_5", FAMILIES["Qwen3_5"]),
 }
 DENSE32 = RungConfig("dense32", "dense32", "dense32")
 LADDERS = {

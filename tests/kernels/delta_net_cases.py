@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from qkv_engine.kernels.delta_net import DeltaWeights, StateSpec, StateViews, narrow_states, reference, triton
 from qkv_engine.kernels.delta_net.formats import FLOAT32, INT8, INT16, StateFormat, decode, encode, narrow
@@ -139,14 +140,19 @@ def step(spec: StateSpec, dtype: torch.dtype, positions: list[int], *, whole: bo
     return worst(pairs)
 
 
-def chunks(spec: StateSpec, dtype: torch.dtype, starts: list[int], counts: list[int]) -> float:
+def chunks(
+    spec: StateSpec, dtype: torch.dtype, starts: list[int], counts: list[int], padding: tuple[int, int, int] = (0, 0, 0)
+) -> float:
+    """``padding``: rows, items and chunks of it."""
     torch.manual_seed(sum(counts))
     arena, weights, layer = Arena(spec, dtype, len(starts)), make_weights(spec, dtype), 1
-    rows = make_rows(spec, dtype, sum(counts))
+    rows = make_rows(spec, dtype, sum(counts) + padding[0])
     begun = [begin(arena, layer, i, not start) for i, start in enumerate(starts)]
-    out = torch.full((sum(counts), spec.num_v_heads, spec.v_dim), torch.nan, dtype=dtype)
-    work = ChunkWork.build(arena.words.T.tolist(), starts, counts).to(out.device)
+    out = torch.full((sum(counts) + padding[0], spec.num_v_heads, spec.v_dim), torch.nan, dtype=dtype)
+    work = padded(ChunkWork.build(arena.words.T.tolist(), starts, counts), *padding[1:]).to(out.device)
+    before = arena.memory[:GAP].clone()
     triton.delta_net_chunk_triton(arena.memory, *rows, weights, work, layer, out)
+    assert torch.equal(arena.memory[:GAP], before)  # where words of padding point to
     pairs, row = [], 0
     for i, count in enumerate(counts):
         part = slice(row, row + count)
@@ -154,6 +160,13 @@ def chunks(spec: StateSpec, dtype: torch.dtype, starts: list[int], counts: list[
         pairs += [(out[part], expected), *states(arena, layer, i, tuple(state))]
         row += count
     return worst(pairs)
+
+
+def padded(work: ChunkWork, num_items: int, num_chunks: int) -> ChunkWork:
+    """``work`` with so many more items and chunks, without tokens."""
+    words, items, chunks = pad(work.words, (0, num_items)), pad(work.items, (0, 0, 0, num_items)), work.chunks
+    items[len(work.items) :, 2] = 1
+    return ChunkWork(words, items, pad(chunks, (0, 0, 0, num_chunks)))
 
 
 def narrowing(spec: StateSpec, dtype: torch.dtype, old: StateFormat, new: StateFormat, bad: float = 1.0) -> float:
@@ -249,7 +262,7 @@ def cases() -> dict[str, Callable[[], float]]:
         for kind, name, starts, counts in (("odd", "fp32", [0, 3, 70], [2, 64, 131]), ("grouped", "bf16", [9], [65])):
             spec = SPECS[kind]._replace(format=fmt)
             found[f"chunks {kind} {name} {fmt.name}"] = lambda s=spec, d=DTYPES[name], a=starts, b=counts: chunks(
-                s, d, a, b
+                s, d, a, b, (7, 2, 1)
             )
     for old, new in ((FLOAT32, INT16), (FLOAT32, INT8), (INT16, INT8)):
         for kind, dtype in (("odd", torch.float32), ("grouped", torch.bfloat16)):
@@ -266,11 +279,11 @@ def cases() -> dict[str, Callable[[], float]]:
                     step(s, d, [0, 7, -1, 31, 5, 0, 9], whole=w)
                 )
             found[f"chunks {kind} {name} mixed {len(narrower)}"] = lambda s=spec, d=d: chunks(
-                s, d, [0, 3, 70, 0], [2, 64, 131, 1]
+                s, d, [0, 3, 70, 0], [2, 64, 131, 1], (3, 1, 2)
             )
     whole = StateSpec(num_k_heads=4, num_v_heads=8, k_dim=128, v_dim=128, conv_width=4)  # whole tiles
     for name, dtype in DTYPES.items():
-        found[f"chunks whole {name}"] = lambda d=dtype: chunks(whole, d, [3, 0], [70, 9])
+        found[f"chunks whole {name}"] = lambda d=dtype: chunks(whole, d, [3, 0], [70, 9], (1, 1, 1))
         found[f"norm {name}"] = lambda d=dtype: norm(d, 9, 3, 35)
         for size, fmt in ((24, FLOAT32), (80, FLOAT32), (80, INT16), (80, INT8)):
             spec = StateSpec(num_k_heads=1, num_v_heads=2, k_dim=20, v_dim=size, conv_width=4, format=fmt)

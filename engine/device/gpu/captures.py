@@ -25,8 +25,8 @@ GROWTH = 2**0.25  # between two numbers of blocks that are looked at, fewer than
 def capture_all(steps: GpuSteps, limits: StepLimits) -> Captured:
     """Captures every shape of a step that ``limits`` allow, with a bar on stderr if that is a terminal.
 
-    Steps over many blocks that requests share are captured when they are met, and so are those with many short chunks,
-    and those beyond the most graphs that are kept.
+    Steps over many blocks that requests share are captured when they are met, and so are those with many short chunks
+    or, of hybrids, with chunks of several requests, and those beyond the most graphs that are kept.
     """
     start, before = time.monotonic(), free_memory(steps.device)
     planner = steps.planner
@@ -51,14 +51,14 @@ def all_shapes(planner: GpuAttentionPlanner, kv_nbytes: int, limits: StepLimits)
         states = block_counts(full.spec, kv_nbytes, batch, limits.max_model_len)
         for bounds in full.shapes.all_bounds(batch, states, list(numbers)):
             yield DecodeShape(batch, bounds)
-    most = min(MAX_CHUNK_TOKENS, limits.max_num_batched_tokens)
+    most, num_items = min(MAX_CHUNK_TOKENS, limits.max_num_batched_tokens), int(planner.states is not None)
     sizes = sorted({padded_chunk(n) for n in range(1, most + 1)})
     for batch in sorted({padded_decodes(n) for n in range(limits.max_num_seqs)}):
         beside = None if not batch else NO_ITEMS
         if batch and full is not None:
             beside = full.shapes.split([0] * len(full.spec.rungs), batch, batch, beside_chunks=True)[1]
         for size in sizes:
-            yield MixedShape(batch, beside, size, least_tiles(size, planner.tile_tokens))
+            yield MixedShape(batch, beside, size, least_tiles(size, planner.tile_tokens), num_items)
 
 
 def block_counts(group: GroupSpec, kv_nbytes: int, batch: int, max_model_len: int) -> Iterator[tuple[int, ...]]:

@@ -1,7 +1,7 @@
 """Captured steps that process chunks of prompts beside single tokens.
 
-Both parts are padded to few sizes. The attention plan of the chunks is made on the host and sent to a fixed place in
-device memory, where the captured launches read it.
+Both parts are padded to few sizes. The plans of the chunks, of attention and of states, are made on the host and sent
+to a fixed place in device memory, where the captured launches read them.
 """
 
 from __future__ import annotations
@@ -9,11 +9,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from qkv_engine.kernels.block_tables import input_nwords
+from qkv_engine.kernels.delta_net.cpu import CHUNK
+from qkv_engine.kernels.delta_net.plan import ChunkWork
 from qkv_engine.kernels.paged_decode.split import Bounds
 from qkv_engine.kernels.paged_decode.triton import kernel_names
 from qkv_engine.kernels.paged_prefill.plan import PrefillWork
@@ -30,16 +34,24 @@ MAX_CHUNK_TOKENS = 1024  # of a captured step; with more, the device takes longe
 CHUNK_STEP = 128  # tokens between two captured sizes: rows of a tile of a matrix product, so fewer save nothing
 MAX_ENTRIES = 16384  # block-table entries of all chunks together that the plan's buffer has room for
 SPARE_TILES = 16  # query tiles beside those that are full
+MAX_ITEMS = 64  # requests with states that chunks are of; some four are met, and idle programs of one take 2 us a layer
+
+
+Ints = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class MixedShape:
-    """The key of a captured step: padded sizes, and the launch shapes of attention."""
+    """The key of a captured step: padded sizes, and the launch shapes of attention.
+
+    ``num_items``: requests with states that the chunks are of; 0 where none has some.
+    """
 
     num_decodes: int
     bounds: Bounds | None
     num_chunk_tokens: int
     num_tiles: int
+    num_items: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -51,6 +63,11 @@ class MixedShape:
         """Names of the kernels that the step launches: those that depend on its rows have one name."""
         attention = [] if self.bounds is None else kernel_names(self.bounds, self.num_decodes)
         return [("mixed", self.num_rows), *attention]
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of delta-nets that there is room for: those of all items may end with one that is not full."""
+        return self.num_chunk_tokens // CHUNK + self.num_items
 
 
 class MixedSteps:
@@ -64,15 +81,21 @@ class MixedSteps:
         self._input = torch.zeros(input_nwords(self._most), dtype=torch.int64, device=tables.device)
         self._ring = PinnedRing(self._input)
         self._plans = [PlanBuffer(planner.tile_tokens, group.spec, tables.device) for group in planner.groups]
+        self._states = None if planner.states is None else StateBuffer(planner.states.num_states, tables.device)
         self._hidden: Tensor | None = None  # [most, E], made by the first step
 
-    def shape(self, num_decodes: int, num_chunk_tokens: int, plans: ChunkPlans) -> tuple[int, MixedShape] | None:
+    def shape(
+        self, num_decodes: int, num_chunk_tokens: int, plans: ChunkPlans, states: ChunkWork | None
+    ) -> tuple[int, MixedShape] | None:
         """The most blocks of a work item and a step's shape, as the tables stand; ``None``: run operator by operator.
 
         A step has no shape if it has many tokens, or if its chunks see blocks on other rungs than the widest: such
         blocks are written out in launches whose number depends on that of the blocks.
         """
         if num_chunk_tokens > MAX_CHUNK_TOKENS or any(work.rungs != (0,) for work in plans):
+            return None
+        num_items = 0 if states is None else padded_items(len(states.items))
+        if num_items > MAX_ITEMS:
             return None
         work = plans[0]  # all have the same tiles, and room for the same entries
         size = padded_chunk(num_chunk_tokens)
@@ -84,15 +107,25 @@ class MixedSteps:
         item_blocks, bounds, batch = 1, None, padded_decodes(num_decodes)
         if num_decodes:
             item_blocks, bounds = self._planner.split(num_decodes, batch, beside_chunks=True)
-        return item_blocks, MixedShape(batch, bounds, size, num_tiles)
+        return item_blocks, MixedShape(batch, bounds, size, num_tiles, num_items)
 
-    def run(self, item_blocks: int, shape: MixedShape, decodes: Tokens, chunks: Tokens, plans: ChunkPlans) -> Tensor:
+    def run(
+        self,
+        item_blocks: int,
+        shape: MixedShape,
+        decodes: Tokens,
+        chunks: Tokens,
+        plans: ChunkPlans,
+        states: ChunkWork | None,
+    ) -> Tensor:
         """Hidden states [N, E] of single tokens and of chunks, without padding."""
         spare = self._tables.spare_row
         first, second = decodes.padded(shape.num_decodes, spare), chunks.padded(shape.num_chunk_tokens, spare)
         self._ring.send(self._tables.step_input(first.packed(second), item_blocks=item_blocks))
         for buffer, work in zip(self._plans, plans, strict=True):
             buffer.send(work)
+        if self._states is not None and states is not None:
+            self._states.send(states)
         self._graphs.run(shape, lambda: self._run(shape))
         assert self._hidden is not None
         end = shape.num_decodes + len(chunks.ids)
@@ -106,6 +139,8 @@ class MixedSteps:
         self._ring.send(self._tables.step_input(padding.packed()))
         for buffer in self._plans:
             buffer.clear()
+        if self._states is not None:
+            self._states.clear()
         kernels = shape.kernels
         if shape.bounds is not None:
             kernels += self._planner.window_kernels(shape.num_decodes)
@@ -115,7 +150,8 @@ class MixedSteps:
         """The device's work in a step up to ``_hidden``: the contents of a graph."""
         number = shape.num_decodes + shape.num_chunk_tokens
         plans = [buffer.work(shape.num_tiles) for buffer in self._plans]
-        placed, step = self._planner.begin(self._input, number, shape.num_decodes, shape.bounds, plans)
+        states = None if self._states is None else self._states.work(shape.num_items, shape.num_chunks)
+        placed, step = self._planner.begin(self._input, number, shape.num_decodes, shape.bounds, plans, states)
         hidden = self._model(placed.input_ids, placed.positions, step)
         if self._hidden is None:
             self._hidden = hidden.new_empty(self._most, hidden.shape[1])
@@ -178,6 +214,57 @@ class PlanBuffer:
             window=self._group.visible,
             positions=self._positions,
         )
+
+
+class StateBuffer:
+    """A fixed place in device memory for the plan of chunks of requests with states.
+
+    The words [n] int64 are the states' [L, ``MAX_ITEMS``], then items and chunks as int32.
+    """
+
+    def __init__(self, num_states: int, device: torch.device):
+        """``num_states``: L, those of a request."""
+        self._num_states, self._num_chunks = num_states, MAX_CHUNK_TOKENS // CHUNK + MAX_ITEMS
+        num_words, num_numbers = num_states * MAX_ITEMS, 4 * MAX_ITEMS + 4 * self._num_chunks
+        words = torch.zeros(num_words + num_numbers // 2, dtype=torch.int64, device=device)
+        self._ring = PinnedRing(words)
+        self._words = words[:num_words].view(num_states, MAX_ITEMS)
+        numbers = words[num_words:].view(torch.int32)
+        self._items = numbers[: 4 * MAX_ITEMS].view(MAX_ITEMS, 4)
+        self._chunks = numbers[4 * MAX_ITEMS :][: 3 * self._num_chunks].view(-1, 3)
+
+    def send(self, work: ChunkWork) -> None:
+        """Enqueues a copy of a plan that is on the host."""
+        words, items, chunks = self._padding()
+        words[:, : len(work.items)] = work.words.numpy()
+        items[: len(work.items)] = work.items.numpy()
+        chunks[: len(work.chunks)] = work.chunks.numpy()
+        self._copy(words, items, chunks)
+
+    def clear(self) -> None:
+        """Enqueues a plan of padding alone."""
+        self._copy(*self._padding())
+
+    def work(self, num_items: int, num_chunks: int) -> ChunkWork:
+        """The plan with its first items and chunks; its tensors are the fixed place."""
+        return ChunkWork(self._words[:, :num_items], self._items[:num_items], self._chunks[:num_chunks])
+
+    def _padding(self) -> tuple[Ints, Ints, Ints]:
+        words = np.zeros((self._num_states, MAX_ITEMS), dtype=np.int64)
+        items, chunks = np.zeros((MAX_ITEMS, 4), dtype=np.int32), np.zeros((self._num_chunks, 3), dtype=np.int32)
+        items[:, 2] = 1
+        return words, items, chunks
+
+    def _copy(self, words: Ints, items: Ints, chunks: Ints) -> None:
+        self._ring.send(array("q", words.tobytes() + items.tobytes() + chunks.tobytes() + bytes(4 * self._num_chunks)))
+
+
+def padded_items(number: int) -> int:
+    """Room for ``number`` requests with states: 1, 4, 16 and so on."""
+    size = 1
+    while size < number:
+        size *= 4
+    return size
 
 
 def least_tiles(num_tokens: int, tile_tokens: int) -> int:

@@ -21,6 +21,11 @@ class GpuStatePlanner:
         """``words``: those of ``tables`` on the device;  ``specs``: of each layer's states."""
         self.memory, self.specs, self._tables, self._words = memory, specs, tables, words
 
+    @property
+    def num_states(self) -> int:
+        """States of a request."""
+        return self._tables.section.num_states
+
     def plan_steps(self, placed: Placed, number: int) -> StepWork:
         """The plan of the first ``number`` tokens, each of a request of its own."""
         section, rows = self._tables.section, placed.rows[:number]

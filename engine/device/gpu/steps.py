@@ -2,7 +2,7 @@
 
 A step that consists of single tokens alone is padded to one of few sizes and replayed as a CUDA graph, from its input
 to the tokens it samples. So is a step with chunks of prompts, up to its hidden states, if ``mixed.py`` has a
-shape for it and no layer has a state. Any other step is run operator by operator, over the same tables.
+shape for it. Any other step is run operator by operator, over the same tables.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class GpuSteps:
         )
         self._graphs = Graphs(self.device) if cuda_graphs else None
         self.mixed: MixedSteps | None = None
-        if self._graphs is not None and not ladder.states:
+        if self._graphs is not None:
             self.mixed = MixedSteps(model, self.tables, self.planner, self._graphs, layout.num_rows)
         most = padded_batch(layout.num_rows)
         self._input = torch.zeros(input_nwords(most), dtype=torch.int64, device=self.device)
@@ -165,13 +165,12 @@ class GpuSteps:
         if not chunks.ids:
             return self._forward(wanted, decodes, chunks)
         plans = self.planner.plan_chunks(rows[number:], starts[number:], lengths[number:])
-        found = None if self.mixed is None else self.mixed.shape(number, len(chunks.ids), plans)
+        states = self.planner.states
+        state_chunks = None if states is None else states.plan_chunks(rows[number:], starts[number:], lengths[number:])
+        found = None if self.mixed is None else self.mixed.shape(number, len(chunks.ids), plans, state_chunks)
         if self.mixed is None or found is None:
-            states, state_chunks = self.planner.states, None
-            if states is not None:
-                state_chunks = states.plan_chunks(rows[number:], starts[number:], lengths[number:])
             return self._forward(wanted, decodes, chunks, plans, state_chunks)
-        hidden = self.mixed.run(*found, decodes, chunks, plans)
+        hidden = self.mixed.run(*found, decodes, chunks, plans, state_chunks)
         return hidden if wanted is None else hidden[to_device(wanted, self.device)]
 
     def _keep_tokens(self, sampling: Sequence[int], token_ids: Tensor) -> None:
