@@ -258,7 +258,7 @@ def check_ids(name: str, value: object, vocab_size: int, limit: int | None = Non
         raise RequestError(f"has {len(value)} ids", field=name, value=value, remedy=f"Use at most {limit}")
     with suppress(Exception):  # odd items raise errors of their own; what is wrong is found below
         return msgspec.convert(value, list[Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]])  # one fast pass
-    wrong = next(item for item in value if type(item) is not int or not 0 <= item < vocab_size)
+    wrong = next((item for item in value if type(item) is not int or not 0 <= item < vocab_size), None)
     if type(wrong) is int:
         remedy = f"The model's ids are 0 to {vocab_size - 1}"
         raise RequestError("no such token", field=name, value=wrong, remedy=remedy)

@@ -34,9 +34,7 @@ MAX_CHUNK_TOKENS = 1024  # of a captured step; with more, the device takes longe
 CHUNK_STEP = 128  # tokens between two captured sizes: rows of a tile of a matrix product, so fewer save nothing
 MAX_ENTRIES = 16384  # block-table entries of all chunks together that the plan's buffer has room for
 SPARE_TILES = 16  # query tiles beside those that are full
-MAX_ITEMS = 64  # requests with states that chunks are of; some four are met, and idle programs of one take 2 us a layer
-
-
+MAX_ITEMS = 64  # requests with states that chunks of a captured step are of; with more it is not captured
 Ints = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -225,13 +223,13 @@ class StateBuffer:
     def __init__(self, num_states: int, device: torch.device):
         """``num_states``: L, those of a request."""
         self._num_states, self._num_chunks = num_states, MAX_CHUNK_TOKENS // CHUNK + MAX_ITEMS
-        num_words, num_numbers = num_states * MAX_ITEMS, 4 * MAX_ITEMS + 4 * self._num_chunks
+        num_words, num_numbers = num_states * MAX_ITEMS, 4 * MAX_ITEMS + 3 * self._num_chunks  # an even number
         words = torch.zeros(num_words + num_numbers // 2, dtype=torch.int64, device=device)
         self._ring = PinnedRing(words)
         self._words = words[:num_words].view(num_states, MAX_ITEMS)
         numbers = words[num_words:].view(torch.int32)
         self._items = numbers[: 4 * MAX_ITEMS].view(MAX_ITEMS, 4)
-        self._chunks = numbers[4 * MAX_ITEMS :][: 3 * self._num_chunks].view(-1, 3)
+        self._chunks = numbers[4 * MAX_ITEMS :].view(-1, 3)
 
     def send(self, work: ChunkWork) -> None:
         """Enqueues a copy of a plan that is on the host."""
@@ -256,7 +254,7 @@ class StateBuffer:
         return words, items, chunks
 
     def _copy(self, words: Ints, items: Ints, chunks: Ints) -> None:
-        self._ring.send(array("q", words.tobytes() + items.tobytes() + chunks.tobytes() + bytes(4 * self._num_chunks)))
+        self._ring.send(array("q", words.tobytes() + items.tobytes() + chunks.tobytes()))
 
 
 def padded_items(number: int) -> int:
