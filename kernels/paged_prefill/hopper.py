@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import Any
 
@@ -21,7 +22,7 @@ GLUON_VERSIONS = (3, 6), (3, 8)
 def has_gluon() -> bool:
     """Whether Triton's version is one of ``GLUON_VERSIONS``."""
     first, last = GLUON_VERSIONS
-    return first <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= last
+    return first <= tuple(map(int, re.findall(r"\d+", triton.__version__)[:2])) <= last
 
 
 def suits(
@@ -53,6 +54,7 @@ def hopper_options(page: PageLayout, group: int, sink_tokens: int) -> dict[str, 
     return {**extent, "BLOCK_M": BLOCK_M, "TILE": TILE, "num_warps": BLOCK_M // 16}
 
 
+@cache
 def tile_layout(dtype: torch.dtype) -> Any:
     """Gluon's layout of a tile of K or V in shared memory."""
     from triton.experimental.gluon import language as gl
