@@ -14,26 +14,23 @@ ALIGNMENT = 16  # bytes, of tensors that come in one copy: kernels are compiled 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """A copy of a host tensor on ``device``; a tensor that is already there is returned as it is.
 
-    Torch's allocator does not reuse the pinned memory in between before the copy is complete.
+    See ``all_to_device``.
     """
-    if x.device == device:
-        return x
-    # Named, so that the traceback of an error holds it: freed on a lost device it would abort.
-    pinned = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
-    copy_here(pinned, x)
-    return pinned.to(device, non_blocking=True)
+    return all_to_device((x,), device)[0]
 
 
 def all_to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Copies of host tensors on ``device``, brought in one copy, since each takes the host some 40 us.
 
-    Tensors that are already there are returned as they are.
+    Tensors that are already there are returned as they are. Torch's allocator does not reuse the pinned memory in
+    between before the copy is complete.
     """
     here = [x for x in tensors if x.device != device]
     if not here:
         return list(tensors)
     nbytes = sum(_padded_nbytes(x) for x in here)
-    pinned = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)  # named, as in ``to_device``
+    # Named, so that the traceback of an error holds it: freed on a lost device it would abort.
+    pinned = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     for target, source in zip(parts_of(pinned, here), here, strict=True):
         copy_here(target, source)
     moved = iter(parts_of(pinned.to(device, non_blocking=True), here))

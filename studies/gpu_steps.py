@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -125,18 +125,8 @@ def _step(engine: FilledEngine, batch: int, context: int, weights: Weights) -> S
 def prompts(machine: Machine, shape: str, number: int, length: int, weights: str | None = None) -> tuple[float, float]:
     """Seconds of ``number`` prompts with a token each, and the least that products need. The second of two rounds."""
     length, number = machine.tokens(length), machine.requests(number)
-    with Engine(
-        model=machine.shape(shape),
-        load_format="random",
-        kv="bf16",
-        dtype="bfloat16",
-        weights=weights,
-        device=machine.device,
-        kv_memory=machine.memory("30GiB"),
-        prefix_caching=False,
-        max_model_len=length + 1,
-        max_num_batched_tokens=max(2048, min(number * length, 16_384)),
-    ) as engine:
+    most = max(2048, min(number * length, 16_384))
+    with plain_engine(machine, shape, length, weights=weights, max_num_batched_tokens=most) as engine:
         seconds = min(
             ask(engine, [random_ids(engine.vocab_size, length, index) for index in range(number)]) for _ in range(2)
         )
@@ -149,19 +139,25 @@ def prompts(machine: Machine, shape: str, number: int, length: int, weights: str
 
 def first_tokens(machine: Machine, shape: str, lengths: Sequence[int]) -> Iterator[tuple[int, float]]:
     """Each of ``lengths`` with the seconds to the first token of such a prompt alone, once its steps are captured."""
-    with Engine(
+    with plain_engine(machine, shape, machine.tokens(8192)) as engine:
+        for length in map(machine.tokens, lengths):
+            prompts = [[random_ids(engine.vocab_size, length, index)] for index in range(FIRST_ROUNDS + ROUNDS)]
+            yield length, median([ask(engine, prompt) for prompt in prompts][FIRST_ROUNDS:])
+
+
+def plain_engine(machine: Machine, shape: str, length: int, **options: Any) -> Engine:
+    """An engine in 16 bits for prompts of up to ``length`` tokens with a token each, without prefix caching."""
+    return Engine(
         model=machine.shape(shape),
         load_format="random",
         kv="bf16",
         dtype="bfloat16",
         device=machine.device,
-        kv_memory=machine.memory("20GiB"),
+        kv_memory=machine.memory("30GiB"),
         prefix_caching=False,
-        max_model_len=machine.tokens(8192) + 1,
-    ) as engine:
-        for length in map(machine.tokens, lengths):
-            prompts = [[random_ids(engine.vocab_size, length, index)] for index in range(FIRST_ROUNDS + ROUNDS)]
-            yield length, median([ask(engine, prompt) for prompt in prompts][FIRST_ROUNDS:])
+        max_model_len=length + 1,
+        **options,
+    )
 
 
 def ask(engine: Engine, ids: list[list[int]]) -> float:

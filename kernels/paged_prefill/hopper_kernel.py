@@ -129,9 +129,8 @@ def attend_turns(
     for j in range(from_turn, to_turn):
         here, there = j % 2, (j + 1) % 2
         mbarrier.wait(s_ready.index(here), j // 2 % 2)
-        if IS_MASKED:  # noqa: SIM102 - known when the kernel is compiled
-            if j >= full_tiles:
-                clear_unwritten(s_v.index(here), j, span, T, S, TILE, IO_LAYOUT)
+        if IS_MASKED and j >= full_tiles:
+            clear_unwritten(s_v.index(here), j, span, T, S, TILE, IO_LAYOUT)
         b_s = gl.zeros([BLOCK_M, TILE], gl.float32, S_LAYOUT)
         b_s = warpgroup_mma(s_q, s_k.index(there).permute((1, 0)), b_s, use_acc=False, is_async=True)
         b_acc = warpgroup_mma(b_p, s_v.index(here), b_acc, is_async=True)
@@ -198,13 +197,13 @@ def prefill_hopper_kernel(
     num_blocks = gl.load(runs_ptr + i_tile * 4 + 2)
     position = gl.load(runs_ptr + i_tile * 4 + 3)
     if IS_STAGED:  # entries from_block to to_block of ``blocks`` are staged, and no row sees less at their end
-        num_sinks *= 0
+        num_sinks = 0
         first_block = gl.maximum(gl.load(blocks_ptr + from_block) - first, 0)
         num_blocks = gl.minimum(gl.load(blocks_ptr + to_block - 1) + 1 - first, num_blocks) - first_block
         first += first_block
         num_tiles = num_blocks * PAGE_TILES
         full_tiles = gl.maximum(num_tiles, 0)
-        end = 0 * start
+        end = 0
     else:
         end = start + num_tokens
         full_tiles = gl.minimum(gl.maximum(start + 1 - position, 0) // TILE, num_blocks * PAGE_TILES)

@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -98,11 +99,8 @@ def prefill(seed: int) -> Figure:
     case, rows, counts = triton_prefill_cases.build(pages, chunks, group, sink, dtype, seed, DEVICE)
     before, (out, whole) = case.arena.clone(), _fenced(rows)
     q, _ = _fenced(rows, rows)
-    usual, prefill_kernels.STAGED_NBYTES = prefill_kernels.STAGED_NBYTES, rng.choice((1, 1 << 20, 256 << 20))
-    try:
+    with patch.object(prefill_kernels, "STAGED_NBYTES", rng.choice((1, 1 << 20, 256 << 20))):
         found = triton_prefill_cases.attend(case, q, counts, out)
-    finally:
-        prefill_kernels.STAGED_NBYTES = usual
     assert torch.equal(case.arena, before) and _is_untouched(whole, out)
     return _error(found, prefill_reference(case, rows, counts, head_dim**-0.5)), _bound(dtype, pages)
 

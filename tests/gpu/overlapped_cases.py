@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from unittest.mock import patch
 
 import torch
 
@@ -56,12 +57,9 @@ def prefill_overlapped(seed: int) -> tuple[float, float]:
     sink, nulls = rng.choice((0, 16, 32, 128)), rng.random() < 0.3
     case, q, counts = triton_prefill_cases.build(pages, chunks, group, sink, dtype, seed, DEVICE)
     logits = torch.randn(q.shape[1], device=DEVICE) if nulls else None
-    usual, prefill_kernels.STAGED_NBYTES = prefill_kernels.STAGED_NBYTES, rng.choice((1, 1 << 20, 256 << 20))
-    try:
+    with patch.object(prefill_kernels, "STAGED_NBYTES", rng.choice((1, 1 << 20, 256 << 20))):
         found, want = (
             triton_prefill_cases.attend(case, q, counts, tuning=tuning, null_logits=logits)
             for tuning in (None, prefill_kernels.LARGE_TUNING)
         )
-    finally:
-        prefill_kernels.STAGED_NBYTES = usual
     return float((found != want).sum()), 0.0

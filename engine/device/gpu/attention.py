@@ -43,10 +43,6 @@ class LastChunks(NamedTuple):
     layer: int
     work: PrefillWork
 
-    def beside(self, plans: ChunkPlans) -> LastChunks:
-        """The same on the device of ``plans``, those of all tiles."""
-        return self._replace(work=plans[self.group].with_tiles_of(self.work))
-
 
 class GpuAttentionPlanner:
     """Planner of a step's attention from its input on the device. Nothing here waits for the device."""
@@ -113,12 +109,15 @@ class GpuAttentionPlanner:
         """The plans, on the host, of chunks of ``counts`` tokens from ``starts`` of the requests in ``rows``."""
         return [group.plan_chunks(rows, starts, counts, self.tile_tokens) for group in self.groups]
 
-    def plan_last(self, plans: ChunkPlans, rows: Tensor) -> LastChunks | None:
-        """The last layer's plan, on the host, where results are read from the rows [M] of ``plans`` alone."""
+    def plan_last(self, plans: ChunkPlans, rows: Tensor, on_device: ChunkPlans) -> LastChunks | None:
+        """The last layer's plan, on the device, where results are read from the rows [M] of ``plans`` alone.
+
+        ``on_device``: the same plans as ``plans``, which are on the host.
+        """
         if self._last is None:
             return None
         group, layer = self._last
-        return LastChunks(group, layer, plans[group].of_rows(rows))
+        return LastChunks(group, layer, on_device[group].with_tiles_of(plans[group].of_rows(rows)))
 
     def begin(
         self,

@@ -9,9 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,7 +33,6 @@ CHUNK_STEP = 128  # tokens between two captured sizes: rows of a tile of a matri
 MAX_ENTRIES = 16384  # block-table entries of all chunks together that the plan's buffer has room for
 SPARE_TILES = 16  # query tiles beside those that are full
 MAX_ITEMS = 64  # requests with states that chunks of a captured step are of; with more it is not captured
-Ints = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,39 +219,36 @@ class StateBuffer:
 
     def __init__(self, num_states: int, device: torch.device):
         """``num_states``: L, those of a request."""
-        self._num_states, self._num_chunks = num_states, MAX_CHUNK_TOKENS // CHUNK + MAX_ITEMS
-        num_words, num_numbers = num_states * MAX_ITEMS, 4 * MAX_ITEMS + 3 * self._num_chunks  # an even number
-        words = torch.zeros(num_words + num_numbers // 2, dtype=torch.int64, device=device)
-        self._ring = PinnedRing(words)
-        self._words = words[:num_words].view(num_states, MAX_ITEMS)
-        numbers = words[num_words:].view(torch.int32)
-        self._items = numbers[: 4 * MAX_ITEMS].view(MAX_ITEMS, 4)
-        self._chunks = numbers[4 * MAX_ITEMS :].view(-1, 3)
+        self._num_states = num_states
+        num_numbers = 4 * MAX_ITEMS + 3 * (MAX_CHUNK_TOKENS // CHUNK + MAX_ITEMS)  # an even number
+        words = torch.zeros(num_states * MAX_ITEMS + num_numbers // 2, dtype=torch.int64, device=device)
+        self._ring, self._work = PinnedRing(words), self._parts(words)
+        self._padding = words.new_zeros(len(words), device="cpu")
+        self._parts(self._padding).items[:, 2] = 1
 
     def send(self, work: ChunkWork) -> None:
         """Enqueues a copy of a plan that is on the host."""
-        words, items, chunks = self._padding()
-        words[:, : len(work.items)] = work.words.numpy()
-        items[: len(work.items)] = work.items.numpy()
-        chunks[: len(work.chunks)] = work.chunks.numpy()
-        self._copy(words, items, chunks)
+        words = self._padding.clone()
+        parts, number = self._parts(words), len(work.items)
+        parts.words[:, :number], parts.items[:number] = work.words, work.items
+        parts.chunks[: len(work.chunks)] = work.chunks
+        self._ring.send(array("q", words.numpy().tobytes()))
 
     def clear(self) -> None:
         """Enqueues a plan of padding alone."""
-        self._copy(*self._padding())
+        self._ring.send(array("q", self._padding.numpy().tobytes()))
 
     def work(self, num_items: int, num_chunks: int) -> ChunkWork:
         """The plan with its first items and chunks; its tensors are the fixed place."""
-        return ChunkWork(self._words[:, :num_items], self._items[:num_items], self._chunks[:num_chunks])
+        words, items, chunks = self._work.words, self._work.items, self._work.chunks
+        return ChunkWork(words[:, :num_items], items[:num_items], chunks[:num_chunks])
 
-    def _padding(self) -> tuple[Ints, Ints, Ints]:
-        words = np.zeros((self._num_states, MAX_ITEMS), dtype=np.int64)
-        items, chunks = np.zeros((MAX_ITEMS, 4), dtype=np.int32), np.zeros((self._num_chunks, 3), dtype=np.int32)
-        items[:, 2] = 1
-        return words, items, chunks
-
-    def _copy(self, words: Ints, items: Ints, chunks: Ints) -> None:
-        self._ring.send(array("q", words.tobytes() + items.tobytes() + chunks.tobytes()))
+    def _parts(self, words: Tensor) -> ChunkWork:
+        """Views of ``words`` with room for all."""
+        num_words = self._num_states * MAX_ITEMS
+        numbers = words[num_words:].view(torch.int32)
+        items, chunks = numbers[: 4 * MAX_ITEMS].view(-1, 4), numbers[4 * MAX_ITEMS :].view(-1, 3)
+        return ChunkWork(words[:num_words].view(-1, MAX_ITEMS), items, chunks)
 
 
 def padded_items(number: int) -> int:

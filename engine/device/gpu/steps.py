@@ -161,12 +161,12 @@ class GpuSteps:
         wanted = wanted_rows(command, lengths, self.device)
         number = sum(length == 1 for length in lengths)
         decodes = Tokens.single(rows[:number], starts[:number], command.ids[:number])
-        chunks = Tokens.of(rows[number:], starts[number:], lengths[number:], command.ids[number:])
+        others = rows[number:], starts[number:], lengths[number:]
+        chunks = Tokens.of(*others, command.ids[number:])
         if not chunks.ids:
             return self._forward(wanted, decodes, chunks)
-        plans = self.planner.plan_chunks(rows[number:], starts[number:], lengths[number:])
-        states = self.planner.states
-        state_chunks = None if states is None else states.plan_chunks(rows[number:], starts[number:], lengths[number:])
+        plans, states = self.planner.plan_chunks(*others), self.planner.states
+        state_chunks = None if states is None else states.plan_chunks(*others)
         found = None if self.mixed is None else self.mixed.shape(number, len(chunks.ids), plans, state_chunks)
         if self.mixed is None or found is None:
             return self._forward(wanted, decodes, chunks, plans, state_chunks)
@@ -191,13 +191,13 @@ class GpuSteps:
         item_blocks, bounds = self.planner.split(num_decodes, num_decodes) if num_decodes else (1, None)
         words = self.tables.step_input(decodes.packed(chunks), item_blocks=item_blocks)
         step_input = to_device(torch.frombuffer(words, dtype=torch.int64), self.device)
-        rows, last = None if wanted is None else to_device(wanted, self.device), None
-        if plans is not None and wanted is not None and len(wanted) < number:
-            last = self.planner.plan_last(plans, wanted - num_decodes)
-        on_device = None if plans is None else [work.to(self.device) for work in plans]
+        rows = None if wanted is None else to_device(wanted, self.device)
+        on_device, last = None, None
+        if plans is not None:
+            on_device = [work.to(self.device) for work in plans]
+            if wanted is not None and len(wanted) < number:
+                last = self.planner.plan_last(plans, wanted - num_decodes, on_device)
         states = None if state_chunks is None else state_chunks.to(self.device)
-        if last is not None and on_device is not None:
-            last = last.beside(on_device)
         placed, step = self.planner.begin(step_input, number, num_decodes, bounds, on_device, states, last)
         return compute_hidden(self.model, placed.input_ids, placed.positions, step, rows)
 

@@ -136,7 +136,7 @@ def triton_step(
     )
     sizes, last = [len(part.ids) for part in parts], None
     if chunks is not None and not is_padded:
-        last = planner.plan_last(chunks, ends(counts) - num_decodes)
+        last = planner.plan_last(chunks, ends(counts) - num_decodes, chunks)
     if is_padded:
         sizes = [padded_decodes(sizes[0]), padded_chunk(sizes[1]) if sizes[1] else 0]
         if chunks is not None and all(work.rungs == (0,) for work in chunks):
